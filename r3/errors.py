@@ -39,8 +39,11 @@ class R3Error(Exception):
 
     def __str__(self) -> str:
         lines = [self.what if self.where is None else f"{self.where}: {self.what}"]
-        if self.expected is not None or self.got is not None:
-            lines.append(f"  expected {self.expected}, got {self.got}")
+        found = [
+            f"{name} {value}" for name, value in (("expected", self.expected), ("got", self.got)) if value is not None
+        ]
+        if found:
+            lines.append("  " + ", ".join(found))
         if self.remedy is not None:
             lines.append(f"  remedy: {self.remedy}")
         return "\n".join(lines)

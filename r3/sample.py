@@ -101,7 +101,9 @@ class RolloutSample:
                     got=f"{list(array.shape)} {array.dtype}",
                 )
         if self.routes.num_tokens != num_tokens:
-            raise SampleError("routes do not fit the tokens", where=where, expected=num_tokens, got=self.routes.num_tokens)
+            raise SampleError(
+                "routes do not fit the tokens", where=where, expected=num_tokens, got=self.routes.num_tokens
+            )
         if not 0 <= self.prompt_length <= num_tokens:
             raise SampleError(
                 "the prompt is longer than the sample", where=where, expected=f"0..{num_tokens}", got=self.prompt_length

@@ -160,7 +160,7 @@ def _metadata(sample: RolloutSample, tensors: dict[str, npt.NDArray[Any]]) -> di
 
 
 def _checksum(array: npt.NDArray[Any]) -> str:
-    return "xxh3_64:" + xxhash.xxh3_64_hexdigest(memoryview(array).cast("B") if array.size else b"")
+    return "xxh3_64:" + xxhash.xxh3_64_hexdigest(array.data.cast("B") if array.size else b"")
 
 
 def _header(data: bytes) -> dict[str, Any]:
@@ -205,7 +205,9 @@ def _assemble(
     _check_version(metadata, where)
     missing = [name for name in _TENSORS if name not in tensors]
     if missing:
-        raise ShardError("a shard without all of its tensors", where=where, expected=list(_TENSORS), got=sorted(tensors))
+        raise ShardError(
+            "a shard without all of its tensors", where=where, expected=list(_TENSORS), got=sorted(tensors)
+        )
     try:
         if verify:
             _verify(metadata, tensors, where)

@@ -85,7 +85,9 @@ class RoutingSpec:
         try:
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
-            raise SpecError(f"not a routing spec ({error})", expected="the JSON of RoutingSpec.to_json", got=text[:200]) from None
+            raise SpecError(
+                f"not a routing spec ({error})", expected="the JSON of RoutingSpec.to_json", got=text[:200]
+            ) from None
 
     @classmethod
     def from_config(cls, source: Any) -> RoutingSpec:
@@ -123,7 +125,9 @@ class RoutingSpec:
         """Raise unless `other` routes alike (the family's name may differ)."""
         mine, theirs = ((s.num_layers, s.moe_layers, s.num_experts, s.top_k) for s in (self, other))
         if mine != theirs:
-            raise SpecError("the routing differs from what is expected here", where=where, expected=self.brief(), got=other.brief())
+            raise SpecError(
+                "the routing differs from what is expected here", where=where, expected=self.brief(), got=other.brief()
+            )
 
     def brief(self) -> str:
         """One line for messages: `8 of 8 layers route, top-4 of 32 experts (qwen3_moe)`."""
@@ -152,11 +156,15 @@ def _load(source: Any) -> Any:
             raise SpecError(f"transformers does not know model family {family!r} ({_first_line(error)})") from None
     path = Path(source)
     if not (path / "config.json" if path.is_dir() else path).is_file():
-        raise SpecError("no config.json of a model here", where=str(path), remedy="give a model directory or its config.json")
+        raise SpecError(
+            "no config.json of a model here", where=str(path), remedy="give a model directory or its config.json"
+        )
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise SpecError(f"transformers cannot read this model's config ({_first_line(error)})", where=str(path)) from None
+        raise SpecError(
+            f"transformers cannot read this model's config ({_first_line(error)})", where=str(path)
+        ) from None
 
 
 def _first_line(error: Exception) -> str:
@@ -168,7 +176,7 @@ def _text_config(config: Any) -> Any:
     return get(decoder=True) if callable(get) else config
 
 
-def _every_layer(config: Any, layer: int) -> bool:
+def _every_layer(_config: Any, _layer: int) -> bool:
     return True
 
 

@@ -37,7 +37,12 @@ class ShardStore:
         except OSError as error:
             raise _cannot_write(self.root, error) from error
         if not self.root.is_dir():
-            raise StoreError("no such store", where=str(self.root), expected="a directory of shards", remedy="check the path; `r3 collect` makes one")
+            raise StoreError(
+                "no such store",
+                where=str(self.root),
+                expected="a directory of shards",
+                remedy="check the path; `r3 collect` makes one",
+            )
 
     def __repr__(self) -> str:
         return f"ShardStore({str(self.root)!r})"
@@ -62,7 +67,12 @@ class ShardStore:
         if name.startswith("."):
             name = "%2E" + name[1:]
         if not sample_id or len(name) + len(shard.SUFFIX) > 255:
-            raise StoreError("not usable as a sample id", where=repr(sample_id[:80]), expected="1 to about 240 characters", got=len(name))
+            raise StoreError(
+                "not usable as a sample id",
+                where=repr(sample_id[:80]),
+                expected="1 to about 240 characters",
+                got=len(name),
+            )
         return self.root / (name + shard.SUFFIX)
 
     def open(self, sample_id: str, *, verify: bool = True) -> RolloutSample:
@@ -74,7 +84,9 @@ class ShardStore:
         """
         path = self.path_of(sample_id)
         if not path.is_file():
-            raise StoreError(f"no sample {sample_id!r}", where=str(self.root), remedy="`r3 inspect` lists what is there")
+            raise StoreError(
+                f"no sample {sample_id!r}", where=str(self.root), remedy="`r3 inspect` lists what is there"
+            )
         return shard.load_file(path, verify=verify)
 
     def metadata(self, sample_id: str) -> dict[str, str]:
@@ -89,7 +101,11 @@ class ShardStore:
         """
         path = self.path_of(sample.sample_id)
         if path.exists():
-            raise StoreError(f"sample {sample.sample_id!r} is there already", where=str(self.root), remedy="choose another store, or delete the old shard")
+            raise StoreError(
+                f"sample {sample.sample_id!r} is there already",
+                where=str(self.root),
+                remedy="choose another store, or delete the old shard",
+            )
         shard.save_file(sample, path, fsync=fsync)
         return path
 

@@ -65,7 +65,9 @@ def decode_vllm(
             remedy="start vLLM with --enable-return-routed-experts, do not stream, and call it without a gateway that "
             "rewrites responses; vLLM before 0.22 has no routes over HTTP",
         )
-    return routes_from_rows(parse_npy(decode_base64(payload, where), where), spec, num_tokens=num_tokens, start=start, where=where)
+    return routes_from_rows(
+        parse_npy(decode_base64(payload, where), where), spec, num_tokens=num_tokens, start=start, where=where
+    )
 
 
 def decode_base64(payload: Any, where: str) -> bytes:
@@ -159,7 +161,9 @@ def _check_shape(
     rows: npt.NDArray[Any], spec: RoutingSpec, num_tokens: int, start: int, where: str
 ) -> npt.NDArray[Any]:
     if rows.ndim != 3:
-        raise WireError("routes are not [rows, layers, top-k]", where=where, expected="3 dimensions", got=list(rows.shape))
+        raise WireError(
+            "routes are not [rows, layers, top-k]", where=where, expected="3 dimensions", got=list(rows.shape)
+        )
     if rows.dtype.kind not in "iu":
         raise WireError("expert ids are not integers", where=where, expected="an integer dtype", got=rows.dtype)
     num_rows, _, top_k = rows.shape
@@ -182,9 +186,12 @@ def _check_shape(
         raise WireError(
             "rows do not fit the tokens",
             where=where,
-            expected=f"{want - 1} or {want} rows for {num_tokens} tokens" + (f" less {start} not asked for" if start else ""),
+            expected=f"{want - 1} or {want} rows for {num_tokens} tokens"
+            + (f" less {start} not asked for" if start else ""),
             got=num_rows,
-            remedy=causes.get(num_rows, "tokens and routes are of different sequences, or one was cut without the other"),
+            remedy=causes.get(
+                num_rows, "tokens and routes are of different sequences, or one was cut without the other"
+            ),
         )
     return rows
 
@@ -241,7 +248,9 @@ def _check_content(rows: npt.NDArray[Any], spec: RoutingSpec, start: int, where:
     num_rows = rows.shape[0]
     if num_rows == 0 or spec.num_experts == 1:
         return
-    planes = np.ascontiguousarray(np.moveaxis(rows, 2, 0))  # [K, R, L]: every comparison below runs over contiguous memory
+    planes = np.ascontiguousarray(
+        np.moveaxis(rows, 2, 0)
+    )  # [K, R, L]: every comparison below runs over contiguous memory
     nonzero = np.bitwise_or.reduce(planes, axis=0) != 0  # [R, L]
     if not nonzero.any() and (spec.top_k > 1 or num_rows * spec.num_moe_layers >= 64):
         raise WireError(
@@ -284,7 +293,7 @@ def _check_content(rows: npt.NDArray[Any], spec: RoutingSpec, start: int, where:
 
 def _cause_of_empty_rows(empty: npt.NDArray[np.intp], num_rows: int) -> str:
     if empty[0] == 0 and len(empty) == empty[-1] + 1:
-        return "leading rows: a prefix-cache hit, a KV transfer or an offloaded block was not captured; turn that off or upgrade the engine"
+        return "leading rows: a prefix-cache hit, KV transfer or offloaded block lost them; upgrade the engine or turn it off"
     if empty[-1] == num_rows - 1 and len(empty) == num_rows - empty[0]:
         return "trailing rows: padding, or a tensor- or sequence-parallel shard was captured alone"
     return "rows in the middle: a preempted or retracted request whose rows were lost"

@@ -1,0 +1,142 @@
+"""Layout: which token of which sample each row of a micro-batch holds, on one rank.
+
+A trainer pads, packs, slices and permutes tokens before a router sees them. Here all of that is one int64 vector: entry i
+is the row of local position i in the *concatenation* of the micro-batch's samples, or -1 where position i holds no token
+(padding). Local positions are in the order in which the router sees its rows: for transformers' [batch, width] that is
+row-major. Whoever has the vector has the routes' rows, the tokens to compare with, and the name of any bad position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from r3.errors import LayoutError
+
+PADDING = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Rows of one micro-batch.
+
+    Attributes:
+        rows: [local positions] int64, index into the concatenated samples or -1.
+        lengths: Tokens of each sample, in the order of the concatenation.
+
+    Raises:
+        LayoutError: rows outside the samples, or a row that stands twice.
+    """
+
+    rows: npt.NDArray[np.int64]
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        total = sum(self.lengths)
+        if self.rows.ndim != 1 or self.rows.dtype != np.int64:
+            raise LayoutError(
+                "a layout is one vector", expected="[positions] int64", got=f"{list(self.rows.shape)} {self.rows.dtype}"
+            )
+        held = self.rows[self.rows >= 0]
+        if len(self.rows) and (self.rows.min() < PADDING or self.rows.max() >= total):
+            raise LayoutError(
+                "a layout names a row that no sample has",
+                expected=f"-1..{total - 1}",
+                got=f"{self.rows.min()}..{self.rows.max()}",
+            )
+        counts = np.bincount(held, minlength=total)
+        if counts.size and counts.max() > 1:
+            sample, token = self.locate_row(int(counts.argmax()))
+            raise LayoutError(
+                "a token stands at two positions",
+                where=f"sample {sample}, token {token}",
+                expected="one position",
+                got=int(counts.max()),
+            )
+
+    @classmethod
+    def padded(cls, lengths: Sequence[int], width: int | None = None, *, side: str = "right") -> Layout:
+        """[batch, width] with one sample a line, `side` ("right" or "left") the side of the padding.
+
+        Args:
+            width: Positions per line; the longest sample's length if None.
+
+        Raises:
+            LayoutError: a sample does not fit.
+        """
+        lengths = tuple(int(n) for n in lengths)
+        width = max(lengths, default=0) if width is None else width
+        if side not in ("left", "right"):
+            raise LayoutError("unknown side of padding", expected="left or right", got=side)
+        rows = np.full((len(lengths), width), PADDING, np.int64)
+        first = 0
+        for line, length in enumerate(lengths):
+            if length > width:
+                raise LayoutError(
+                    "a sample is longer than its line",
+                    where=f"sample {line} of the micro-batch",
+                    expected=f"at most {width}",
+                    got=length,
+                )
+            begin = 0 if side == "right" else width - length
+            rows[line, begin : begin + length] = np.arange(first, first + length)
+            first += length
+        return cls(rows.ravel(), lengths)
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int], total: int | None = None) -> Layout:
+        """All samples one after another (THD, `cu_seqlens`), padded at the end to `total` positions."""
+        lengths = tuple(int(n) for n in lengths)
+        used = sum(lengths)
+        total = used if total is None else total
+        if used > total:
+            raise LayoutError("the samples do not fit the packed row", expected=f"at most {total} tokens", got=used)
+        rows = np.full(total, PADDING, np.int64)
+        rows[:used] = np.arange(used)
+        return cls(rows, lengths)
+
+    @classmethod
+    def from_attention_mask(cls, mask: npt.ArrayLike, lengths: Sequence[int]) -> Layout:
+        """[batch, width] with one sample a line, tokens where the mask is not 0.
+
+        Raises:
+            LayoutError: a line of the mask has another number of tokens than its sample.
+        """
+        held = np.asarray(mask) != 0
+        lengths = tuple(int(n) for n in lengths)
+        counts = tuple(int(n) for n in held.sum(axis=1))
+        if counts != lengths:
+            line = next(
+                (i for i, pair in enumerate(zip(counts, lengths, strict=False)) if pair[0] != pair[1]), len(lengths)
+            )
+            raise LayoutError(
+                "the attention mask does not fit the samples",
+                where=f"line {line}",
+                expected=f"{lengths[line] if line < len(lengths) else 0} tokens in {len(lengths)} lines",
+                got=f"{counts[line] if line < len(counts) else 0} tokens in {len(counts)} lines",
+                remedy="give the samples in the order of the batch, each cut like its tokens (RolloutSample.truncate)",
+            )
+        rows = np.full(held.shape, PADDING, np.int64)
+        rows[held] = np.arange(sum(lengths))
+        return cls(rows.ravel(), lengths)
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.rows)
+
+    def locate_row(self, row: int) -> tuple[int, int]:
+        """(sample, token) of a row of the concatenation."""
+        ends = np.cumsum(self.lengths)
+        sample = int(np.searchsorted(ends, row, side="right"))
+        return sample, row - int(ends[sample] - self.lengths[sample])
+
+    def gather(self, concatenated: npt.NDArray[Any], *, fill: Any) -> npt.NDArray[Any]:
+        """Per-token values [total, ...] as this layout places them: [positions, ...], `fill` where there is no token."""
+        out = np.full((self.num_positions, *concatenated.shape[1:]), fill, concatenated.dtype)
+        held = self.rows >= 0
+        out[held] = concatenated[self.rows[held]]
+        return out

@@ -1,0 +1,300 @@
+"""Replay: what is attached to one live model and hands each router the recorded experts of the current micro-batch.
+
+Scope: this module knows micro-batches, autograd and counters, and no framework. `r3.trainers` binds it to routers, each of
+which calls `rows_for(layer, ...)` in its forward and replaces only the answer of its top-k selection.
+
+Lifecycle: `with replay.micro_batch(samples, layout, token_ids):` makes a micro-batch current; every forward of the model
+inside it replays. Outside, routers run live. Activation checkpointing runs a router again during *backward*, when other
+micro-batches may be current, so a forward ties its micro-batch to the graph: a gradient hook on the model's output names
+the micro-batch when its backward begins, and the hook's closure is what keeps the rows alive. There is no queue to get
+out of step, and a forward without a graph keeps nothing.
+
+Missing rows (no record, padding) use the router's own choice, in the forward and in its recompute alike.
+
+Proof: token ids are compared with the samples' at the layout's rows before anything runs; every bound router must fire
+exactly once per forward; `coverage` counts rows replayed and live, by reason.
+
+n local rows, L MoE layers, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from r3.errors import ReplayError
+from r3.layout import Layout
+from r3.sample import RolloutSample
+from r3.spec import RoutingSpec
+
+
+@dataclass
+class Coverage:
+    """Rows of all forwards so far, counted per position of a micro-batch (times layers gives router rows).
+
+    Attributes:
+        forwards: Forwards that replayed.
+        replayed: Rows that used recorded experts.
+        unrecorded: Rows of tokens without a record; they routed live. The last token of a sequence has none.
+        padding: Rows without a token; they routed live.
+    """
+
+    forwards: int = 0
+    replayed: int = 0
+    unrecorded: int = 0
+    padding: int = 0
+
+    @property
+    def share(self) -> float:
+        """Replayed rows as a share of the rows that hold a token."""
+        return self.replayed / max(self.replayed + self.unrecorded, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "share": self.share}
+
+
+class MicroBatch:
+    """The recorded experts of one micro-batch's local rows, on the model's device.
+
+    Attributes:
+        num_rows: n.
+        live: [n] bool, rows that use the router's own choice; None if every row is replayed.
+    """
+
+    def __init__(
+        self, samples: Sequence[RolloutSample], layout: Layout, spec: RoutingSpec, device: torch.device
+    ) -> None:
+        self.samples, self.layout = tuple(samples), layout
+        ids, recorded = _local_rows(self.samples, layout, spec)
+        held = layout.rows >= 0
+        self.num_rows = layout.num_positions
+        self.num_replayed = int(recorded.sum())
+        self.num_padding = int((~held).sum())
+        self.num_unrecorded = self.num_rows - self.num_replayed - self.num_padding
+        # torch has few uint16 kernels: ids travel as int16 and are read back as unsigned in `ids_of`.
+        self._wide = ids.dtype == np.uint16
+        self._ids = _to_device(torch.from_numpy(ids.view(np.int16) if self._wide else ids), device)
+        self.live = None if recorded.all() else _to_device(torch.from_numpy(~recorded), device)
+
+    def ids_of(self, position: int) -> torch.Tensor:
+        """[n, K] int64, the recorded experts of the MoE layer at `position` of the spec; 0 in rows that are live."""
+        ids = self._ids[position].to(torch.int64)
+        return ids & 0xFFFF if self._wide else ids
+
+
+class Replay:
+    """The replay handle of one model; made by `r3.trainers`, not by hand.
+
+    Args:
+        spec: The routing of the rollout model.
+        layers: Global indices of the decoder layers whose routers are bound (all MoE layers, or a pipeline stage's).
+        device: Where the routers run.
+        on_missing: `live` (rows without a record use the router's own choice) or `raise`.
+
+    Attributes:
+        coverage: Counts of rows replayed and live.
+    """
+
+    def __init__(
+        self, spec: RoutingSpec, layers: Sequence[int], device: torch.device, *, on_missing: str = "live"
+    ) -> None:
+        if on_missing not in ("live", "raise"):
+            raise ReplayError("unknown policy for rows without a record", expected="live or raise", got=on_missing)
+        self.spec, self.on_missing, self.device = spec, on_missing, device
+        self.coverage = Coverage()
+        self._position = {layer: spec.moe_layers.index(layer) for layer in layers}
+        self._fired = dict.fromkeys(self._position, 0)
+        self._current: MicroBatch | None = None
+        self._num_forwards = 0
+        self._backward: MicroBatch | _NoBackward | None = _NO_BACKWARD
+
+    @contextlib.contextmanager
+    def micro_batch(
+        self, samples: Sequence[RolloutSample], layout: Layout, token_ids: torch.Tensor
+    ) -> Iterator[MicroBatch]:
+        """Replay these samples in the forwards inside the `with` block; their backward may come later, in any order.
+
+        Args:
+            samples: The samples of the micro-batch, in the order of the layout.
+            layout: Where each local row comes from.
+            token_ids: The trainer's own input ids of the local positions, any shape in the layout's order. They are
+                compared with the samples' tokens (one host copy if they live on a GPU).
+
+        Raises:
+            ReplayError: a token differs, a sample is of another model, a row is missing under on_missing="raise", or no
+                forward of the model happened in the block.
+        """
+        if self._current is not None:
+            raise ReplayError("a micro-batch is already being replayed", remedy="leave its `with` block first")
+        _check_tokens(samples, layout, token_ids)
+        for sample in samples:
+            self.spec.require_same(sample.spec, f"sample {sample.sample_id!r}")
+        if self.on_missing == "raise":
+            _check_complete(samples)
+        self._current = MicroBatch(samples, layout, self.spec, self.device)
+        before = self._num_forwards
+        try:
+            yield self._current
+        finally:
+            self._current = None
+        if self._num_forwards == before:
+            raise ReplayError(
+                "no forward of the attached model happened for this micro-batch",
+                expected="model(...) inside `with replay.micro_batch(...)`",
+                remedy="call the model that was given to attach(), not a submodule or a copy of it",
+            )
+
+    def rows_for(self, layer: int, num_rows: int) -> MicroBatch | None:
+        """For a router's forward: the micro-batch to replay, or None to route live.
+
+        Raises:
+            ReplayError: the router sees another number of rows, or runs in a backward that no hook announced.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            batch = self._current
+            self._fired[layer] += batch is not None
+        elif isinstance(self._backward, _NoBackward):
+            raise ReplayError(
+                "a router was recomputed in a backward whose micro-batch is not known",
+                where=f"layer {layer}",
+                expected="a forward through the model given to attach(), outside any other checkpoint",
+                remedy="attach to the outermost module whose output the loss is computed from",
+            )
+        else:
+            batch = self._backward
+        if batch is not None and batch.num_rows != num_rows:
+            raise ReplayError(
+                "the router sees another number of rows than the layout has",
+                where=f"layer {layer}",
+                expected=f"{batch.num_rows} rows",
+                got=num_rows,
+                remedy="the layout must describe the local tokens exactly as the router receives them, padding included",
+            )
+        return batch
+
+    def position_of(self, layer: int) -> int:
+        """Where a bound layer stands on the layer axis of the routes."""
+        return self._position[layer]
+
+    def begin_forward(self) -> None:
+        """Forward pre-hook of the model."""
+        if torch._C._current_graph_task_id() == -1:
+            self._fired = dict.fromkeys(self._fired, 0)
+
+    def end_forward(self, outputs: Any) -> None:
+        """Forward hook of the model: every router fired once; tie the micro-batch to the outputs' graph."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        batch = self._current
+        if batch is not None:
+            wrong = {layer: count for layer, count in self._fired.items() if count != 1}
+            if wrong:
+                raise ReplayError(
+                    "not every router replayed exactly once in this forward",
+                    where=f"layers {sorted(wrong)}",
+                    expected="1 call each",
+                    got=list(wrong.values()),
+                    remedy="a layer was skipped, shared or replaced after attach(); attach again to the model as it runs",
+                )
+            self._num_forwards += 1
+            self.coverage.forwards += 1
+            self.coverage.replayed += batch.num_replayed
+            self.coverage.unrecorded += batch.num_unrecorded
+            self.coverage.padding += batch.num_padding
+
+        def name_micro_batch(_gradient: torch.Tensor) -> None:
+            self._backward = batch
+            torch.autograd.Variable._execution_engine.queue_callback(self._forget_backward)
+
+        for tensor in _tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(name_micro_batch)  # type: ignore[no-untyped-call]
+
+    def _forget_backward(self) -> None:
+        self._backward = _NO_BACKWARD
+
+
+class _NoBackward:
+    """No backward is running that a hook has announced (None would mean: one of a forward that routed live)."""
+
+
+_NO_BACKWARD = _NoBackward()
+
+
+def _local_rows(
+    samples: Sequence[RolloutSample], layout: Layout, spec: RoutingSpec
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    """ids [L, n, K] and recorded [n] of a layout's positions."""
+    ids = np.zeros((spec.num_moe_layers, layout.num_positions, spec.top_k), spec.dtype)
+    recorded = np.zeros(layout.num_positions, np.bool_)
+    first = 0
+    for sample in samples:
+        positions = np.flatnonzero((layout.rows >= first) & (layout.rows < first + sample.num_tokens))
+        tokens = layout.rows[positions] - first
+        ids[:, positions] = sample.routes.ids[:, tokens]
+        recorded[positions] = sample.routes.recorded[tokens]
+        first += sample.num_tokens
+    return ids, recorded
+
+
+def _check_tokens(samples: Sequence[RolloutSample], layout: Layout, token_ids: torch.Tensor) -> None:
+    lengths = tuple(sample.num_tokens for sample in samples)
+    if lengths != layout.lengths:
+        raise ReplayError(
+            "the layout is not of these samples", expected=f"lengths {list(lengths)}", got=list(layout.lengths)
+        )
+    local = token_ids.detach().reshape(-1).cpu().numpy()
+    if local.shape[0] != layout.num_positions:
+        raise ReplayError(
+            "the layout is not of these token ids", expected=f"{layout.num_positions} positions", got=local.shape[0]
+        )
+    expected = np.concatenate([sample.tokens for sample in samples]) if samples else np.zeros(0, np.int64)
+    held = np.flatnonzero(layout.rows >= 0)
+    wrong = held[local[held] != expected[layout.rows[held]]]
+    if len(wrong):
+        row = int(layout.rows[wrong[0]])
+        sample, token = layout.locate_row(row)
+        raise ReplayError(
+            f"the trainer's tokens are not the rollout's: {len(wrong)} of {len(held)} differ",
+            where=f"sample {samples[sample].sample_id!r}, token {token} (local position {int(wrong[0])})",
+            expected=int(expected[row]),
+            got=int(local[wrong[0]]),
+            remedy="samples in another order than the batch, tokens shifted by a pad or BOS, or a sequence that was "
+            "decoded and tokenized again: routes would be replayed at the wrong tokens",
+        )
+
+
+def _check_complete(samples: Sequence[RolloutSample]) -> None:
+    for sample in samples:
+        # The last token is never fed back, so its row is absent by nature and its output is not used by the loss.
+        missing = np.flatnonzero(~sample.routes.recorded[:-1])
+        if len(missing):
+            raise ReplayError(
+                f"{len(missing)} of {sample.num_tokens} rows have no record",
+                where=f"sample {sample.sample_id!r}, token {int(missing[0])}",
+                remedy='collect the sample again, or attach with on_missing="live"',
+            )
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a model's output: tensors, sequences, mappings (transformers' ModelOutput is one)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

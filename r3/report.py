@@ -1,0 +1,116 @@
+"""report: one diagnosis as a table for people and as JSON for machines.
+
+The table always states direction, tokens, sampling and stack: a KL without its stack cannot be compared with anyone's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from r3.diagnose import LIVE, REPLAY, Diagnosis
+from r3.metrics import DIRECTION
+from r3.shard import write_atomically
+
+REPORT_VERSION = 1
+COLUMNS = (
+    "trainer forward",
+    "k3",
+    "mean abs diff",
+    "F(1.1)",
+    "F(1.5)",
+    "F(2)",
+    "max ratio",
+    "(token, layer) with another expert set",
+    "tokens with at least one",
+)
+
+
+def rows(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, ...]]:
+    """One row per trainer and forward, as text."""
+    return [
+        (
+            f"{diagnosis.trainer['dtype']}, {name}",
+            f"{gap.k3:.2e}",
+            f"{gap.mean_abs:.2e}",
+            *(_share(gap.exceed[tau]) for tau in ("1.1", "1.5", "2")),
+            f"{gap.max_ratio:.3f}",
+            _percent(diagnosis.mismatch[name].share),
+            _percent(diagnosis.mismatch[name].share_of_tokens),
+        )
+        for diagnosis in diagnoses
+        for name, gap in diagnosis.gaps.items()
+    ]
+
+
+def table(diagnoses: Sequence[Diagnosis]) -> Table:
+    """For the terminal."""
+    out = Table(*COLUMNS, title=f"k3 estimates {DIRECTION}", title_justify="left", header_style="bold")
+    for row in rows(diagnoses):
+        out.add_row(*row)
+    return out
+
+
+def markdown(diagnoses: Sequence[Diagnosis]) -> str:
+    """The table and what it stands on, in Markdown."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows(diagnoses)]
+    return "\n".join([*lines, "", *(f"- {line}" for line in notes(diagnoses)), ""])
+
+
+def notes(diagnoses: Sequence[Diagnosis]) -> list[str]:
+    """What the numbers stand on, in sentences."""
+    first = diagnoses[0]
+    rollout, trainer, tokens = first.rollout, first.trainer, first.gaps[LIVE].num_tokens
+    weights = (
+        "the same weights (fingerprints agree)"
+        if rollout["weights_verified"]
+        else "weights not verified to be the same"
+    )
+    out = [
+        f"{tokens:,} sampled tokens of {first.sequences} sequences; {rollout['logprobs_mode'] or 'log-probs'}, sampled at "
+        f"temperature {rollout['temperature']:g}, top_p {rollout['top_p']:g}, top_k {rollout['top_k']}",
+        f"rollout: {rollout['engine']} {rollout['engine_version']}; trainer: transformers {trainer['transformers']}, torch "
+        f"{trainer['torch']} on {trainer['device']}; {weights}",
+    ]
+    for diagnosis in diagnoses:
+        live, replay = diagnosis.gaps[LIVE], diagnosis.gaps[REPLAY]
+        low, high = diagnosis.k3_saved
+        out.append(
+            f"{diagnosis.trainer['dtype']}: replay lowers k3 by {1 - replay.k3 / live.k3:.0%} (95 % interval of the paired "
+            f"difference {low:.1e} to {high:.1e}) and F(1.1) {_times(live.exceed['1.1'], replay.exceed['1.1'])}; "
+            f"{diagnosis.verified:,} of {diagnosis.recorded * diagnosis.mismatch[LIVE].num_layers:,} recorded (token, layer) "
+            f"seen at the experts as recorded; coverage {diagnosis.coverage:.2%} of rows"
+        )
+    return out
+
+
+def to_json(diagnoses: Sequence[Diagnosis]) -> dict[str, Any]:
+    return {"format": "r3-diagnosis", "version": REPORT_VERSION, "diagnoses": [d.to_dict() for d in diagnoses]}
+
+
+def save(diagnoses: Sequence[Diagnosis], stem: Path) -> tuple[Path, Path]:
+    """Write `<stem>.json` and `<stem>.md`; returns both paths."""
+    files = stem.with_suffix(".json"), stem.with_suffix(".md")
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(files[0], (json.dumps(to_json(diagnoses), indent=2) + "\n").encode())
+    write_atomically(files[1], markdown(diagnoses).encode())
+    return files
+
+
+def _share(value: float) -> str:
+    return "0" if value == 0 else f"{value:.5f}"
+
+
+def _percent(value: float) -> str:
+    return "0" if value == 0 else f"{100 * value:.2f} %"
+
+
+def _times(live: float, replay: float) -> str:
+    if live == replay:
+        return "not at all"
+    return f"from {live:.5f} to 0" if replay == 0 else f"{live / replay:.1f} times"
