@@ -201,7 +201,6 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Any, int], bool]]] = {
     "glm4_moe": ("n_routed_experts", "num_experts_per_tok", _dense_first),
     "glm4_moe_lite": ("n_routed_experts", "num_experts_per_tok", _mlp_layer_types),
     "gpt_oss": ("num_local_experts", "num_experts_per_tok", _every_layer),
-    "granitemoe": ("num_local_experts", "num_experts_per_tok", _every_layer),
     "minimax_m2": ("num_local_experts", "num_experts_per_tok", _every_layer),
     "mixtral": ("num_local_experts", "num_experts_per_tok", _every_layer),
     "olmoe": ("num_experts", "num_experts_per_tok", _every_layer),
