@@ -110,14 +110,13 @@ class Layout:
         lengths = tuple(int(n) for n in lengths)
         counts = tuple(int(n) for n in held.sum(axis=1))
         if counts != lengths:
-            line = next(
-                (i for i, pair in enumerate(zip(counts, lengths, strict=False)) if pair[0] != pair[1]), len(lengths)
-            )
+            line = next((i for i, (got, want) in enumerate(zip(counts, lengths, strict=False)) if got != want), None)
+            line = min(len(counts), len(lengths)) if line is None else line
             raise LayoutError(
                 "the attention mask does not fit the samples",
                 where=f"line {line}",
-                expected=f"{lengths[line] if line < len(lengths) else 0} tokens in {len(lengths)} lines",
-                got=f"{counts[line] if line < len(counts) else 0} tokens in {len(counts)} lines",
+                expected=f"{lengths[line]} tokens" if line < len(lengths) else f"{len(lengths)} lines",
+                got=f"{counts[line]} tokens" if line < len(counts) else f"{len(counts)} lines",
                 remedy="give the samples in the order of the batch, each cut like its tokens (RolloutSample.truncate)",
             )
         rows = np.full(held.shape, PADDING, np.int64)

@@ -152,8 +152,10 @@ def _load(source: Any) -> Any:
             raise SpecError("this config has no model_type", got=sorted(values)[:20])
         try:
             return AutoConfig.for_model(family, **values)
-        except ValueError as error:
-            raise SpecError(f"transformers does not know model family {family!r} ({_first_line(error)})") from None
+        except Exception as error:  # unknown family, or its own validation in one of several exception types
+            raise SpecError(
+                f"transformers makes no config of family {family!r} from this ({_first_line(error)})"
+            ) from None
     path = Path(source)
     if not (path / "config.json" if path.is_dir() else path).is_file():
         raise SpecError(

@@ -88,7 +88,8 @@ def test_config_object_dict_directory_and_file_agree(tmp_path) -> None:
         (transformers.LlamaConfig(), "model family 'llama' is not known"),
         (transformers.Qwen3MoeConfig(mlp_only_layers=list(range(24))), "no decoder layer of this model routes"),
         ({"num_experts": 8}, "this config has no model_type"),
-        ({"model_type": "no_such_model"}, "transformers does not know model family 'no_such_model'"),
+        ({"model_type": "no_such_model"}, "transformers makes no config of family 'no_such_model'"),
+        ({"model_type": "qwen3_moe", "hidden_size": "wide"}, "transformers makes no config of family 'qwen3_moe'"),
         ("no/such/directory", "no config.json of a model here"),
     ],
 )
