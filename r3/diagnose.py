@@ -74,9 +74,11 @@ class Diagnosis:
 
     Attributes:
         trainer: The scorer's stack.
+        label: Name of the rollout where a report has several.
         rollout: Engine, version, model, temperature, log-probs and weight versions that the shards name.
         gaps: Metrics of each forward in FORWARDS.
         mismatch: Routes of each forward against the rollout's, on recorded rows.
+        noise: Mean |log-prob difference| of the sampled tokens between the two replays.
         k3_saved: Confidence interval (95 %, over sequences) of live minus replay k3.
         verified: (token, layer) pairs whose replayed ids were seen at the experts and equal the shard's.
         rows, recorded: Tokens of all samples, and those with a record.
@@ -84,8 +86,10 @@ class Diagnosis:
 
     trainer: dict[str, str]
     rollout: dict[str, Any]
+    label: str = ""
     gaps: dict[str, GapMetrics] = field(default_factory=dict)
     mismatch: dict[str, RouteMismatch] = field(default_factory=dict)
+    noise: float = float("nan")
     k3_saved: tuple[float, float] = (float("nan"), float("nan"))
     verified: int = 0
     rows: int = 0
@@ -99,6 +103,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "label": self.label,
             "direction": DIRECTION,
             "trainer": self.trainer,
             "rollout": self.rollout,
@@ -110,6 +115,7 @@ class Diagnosis:
             "forwards": {
                 name: {**gap.to_dict(), "routes": self.mismatch[name].to_dict()} for name, gap in self.gaps.items()
             },
+            "noise_mean_abs": self.noise,
             "k3_saved_by_replay_95ci": list(self.k3_saved),
         }
 
@@ -118,6 +124,7 @@ def diagnose(
     store: ShardStore,
     scorer: Scorer,
     *,
+    label: str = "",
     batch_tokens: int = 8192,
     limit: int | None = None,
     allow_other_weights: bool = False,
@@ -126,6 +133,7 @@ def diagnose(
     """Score every sample of a store live, replayed and replayed again.
 
     Args:
+        label: Name of this rollout in the report.
         batch_tokens: Positions (padding included) of one forward.
         limit: At most so many samples, in the order of their ids.
         allow_other_weights: Compare although the trainer's weights are not those that sampled; the gap then contains
@@ -140,7 +148,7 @@ def diagnose(
     if not sample_ids:
         raise MetricError("no sample in this store", where=str(store.root), remedy="collect some first: `r3 collect`")
     rollout = _comparable([(i, store.metadata(i)) for i in sample_ids], scorer, allow_other_weights)
-    result = Diagnosis(scorer.describe(), rollout)
+    result = Diagnosis(scorer.describe(), rollout, label)
     result.mismatch = {name: RouteMismatch(scorer.spec.num_moe_layers) for name in FORWARDS}
     ratios: dict[str, list[Float]] = {name: [] for name in FORWARDS}
     for batch in _batches(map(store.open, sample_ids), batch_tokens):
@@ -171,6 +179,7 @@ def diagnose(
         )
     result.gaps = {name: gap_metrics(np.concatenate(parts)) for name, parts in ratios.items()}
     saved = [k3_terms(live) - k3_terms(replay) for live, replay in zip(ratios[LIVE], ratios[REPLAY], strict=True)]
+    result.noise = float(np.abs(np.concatenate(ratios[AGAIN]) - np.concatenate(ratios[REPLAY])).mean())
     result.k3_saved = bootstrap_interval(saved)
     return result
 

@@ -66,7 +66,9 @@ class Recipe:
         return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()
 
 
-def build(out_dir: Path | str, steps: int = Recipe.steps, seed: int = Recipe.seed, recipe: Recipe | None = None) -> Path:
+def build(
+    out_dir: Path | str, steps: int = Recipe.steps, seed: int = Recipe.seed, recipe: Recipe | None = None
+) -> Path:
     """Train into `out_dir`, or return at once if it already holds this recipe's model."""
     out = Path(out_dir)
     recipe = recipe or Recipe(steps=steps, seed=seed)
@@ -202,7 +204,7 @@ def train(documents: list[bytes], recipe: Recipe) -> tuple[Qwen3MoeForCausalLM, 
 
 
 def lr_factor(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then cosine decay to a tenth... """
+    """Linear warm-up, then cosine decay to a tenth..."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -243,7 +245,9 @@ def snippet(documents: list[bytes], recipe: Recipe, picker: random.Random) -> st
 
 def main(
     out_dir: Path,
-    steps: Annotated[int, typer.Option(help="Optimizer steps; fixed, so that a seed gives the same model.")] = Recipe.steps,
+    steps: Annotated[
+        int, typer.Option(help="Optimizer steps; fixed, so that a seed gives the same model.")
+    ] = Recipe.steps,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and prompts.")] = Recipe.seed,
 ) -> None:
     """Train the tiny model into OUT_DIR, unless it is already there."""
