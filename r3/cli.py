@@ -61,17 +61,22 @@ Model = Annotated[
 ]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.print(f"r3 {r3.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def settings(
     context: typer.Context,
     config: Annotated[
         Path | None, typer.Option("--config", help="YAML with defaults: a section per command.", metavar="FILE")
     ] = None,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
-    if version:
-        console.print(f"r3 {r3.__version__}")
-        raise typer.Exit
     if config is not None:
         context.default_map = read_defaults(config)
 

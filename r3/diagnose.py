@@ -247,7 +247,9 @@ def _comparable(
             remedy="start the engine with --logprobs-mode raw_logprobs (vLLM's default)",
         )
     fingerprint = first["model_fingerprint"]
-    if fingerprint and scorer.fingerprint and fingerprint != scorer.fingerprint and not allow_other_weights:
+    known = bool(fingerprint and scorer.fingerprint)
+    weights = "unknown" if not known else "same" if fingerprint == scorer.fingerprint else "other"
+    if weights == "other" and not allow_other_weights:
         raise MetricError(
             "the trainer's weights are not the weights that sampled",
             expected=f"model fingerprint {fingerprint}",
@@ -259,5 +261,5 @@ def _comparable(
         "temperature": temperature,
         "top_p": float(first["top_p"]),
         "top_k": int(first["top_k"]),
-        "weights_verified": bool(fingerprint and fingerprint == scorer.fingerprint),
+        "weights": weights,
     }

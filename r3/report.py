@@ -17,6 +17,11 @@ from r3.metrics import DIRECTION
 from r3.shard import write_atomically
 
 REPORT_VERSION = 1
+_WEIGHTS = {
+    "same": "the trainer's weights are those that sampled (fingerprints agree)",
+    "other": "the trainer's weights are NOT those that sampled: the gap contains their difference",
+    "unknown": "whether the trainer's weights are those that sampled is not known",
+}
 COLUMNS = (
     "trainer forward",
     "k3",
@@ -68,11 +73,7 @@ def notes(diagnoses: Sequence[Diagnosis]) -> list[str]:
     """What the table's columns are and its numbers stand on, in sentences."""
     first = diagnoses[0]
     rollout, trainer = first.rollout, first.trainer
-    weights = (
-        "the same weights (fingerprints agree)"
-        if rollout["weights_verified"]
-        else "weights not verified to be the same"
-    )
+    weights = _WEIGHTS[rollout["weights"]]
     out = [
         "F(t): share of tokens with max(r, 1/r) > t, r = p_train / p_rollout; other expert set: share of (token, layer) whose "
         "experts differ from the rollout's; tokens with one: share of tokens with at least one such layer",
@@ -85,8 +86,9 @@ def notes(diagnoses: Sequence[Diagnosis]) -> list[str]:
         live, replay = diagnosis.gaps[LIVE], diagnosis.gaps[REPLAY]
         low, high = diagnosis.k3_saved
         out.append(
-            f"{_name(diagnosis)}: {live.num_tokens:,} sampled tokens; replay lowers k3 by {1 - replay.k3 / live.k3:.0%} (95 % interval of the paired "
-            f"difference {low:.1e} to {high:.1e}) and F(1.1) {_times(live.exceed['1.1'], replay.exceed['1.1'])}; "
+            f"{_name(diagnosis)}: {live.num_tokens:,} sampled tokens; replay lowers k3 by {_lower(live.k3, replay.k3)} (95 % "
+            f"interval of the paired difference {low:.1e} to {high:.1e}) and F(1.1) "
+            f"{_times(live.exceed['1.1'], replay.exceed['1.1'])}; "
             f"{diagnosis.verified:,} of {diagnosis.recorded * diagnosis.mismatch[LIVE].num_layers:,} recorded (token, layer) "
             f"seen at the experts as recorded; coverage {diagnosis.coverage:.2%} of rows; "
             f"two replays differ by {diagnosis.noise:.1e} (mean abs diff: the noise floor)"
@@ -117,6 +119,10 @@ def _share(value: float) -> str:
 
 def _percent(value: float) -> str:
     return "0" if value == 0 else f"{100 * value:.2f} %"
+
+
+def _lower(live: float, replay: float) -> str:
+    return f"{1 - replay / live:.0%}" if live > 0 else "nothing, it was 0"
 
 
 def _times(live: float, replay: float) -> str:
