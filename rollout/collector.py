@@ -1,0 +1,358 @@
+"""collector: ask for n samples of every prompt, and keep each with its routes as a shard.
+
+    prompts --VllmClient--> Completion --wire--> Routes --> RolloutSample --> ShardStore
+
+One sample is one request and one shard, so what is written is never lost and a later run goes on where this one ended: by
+error, Ctrl-C or SIGKILL. Sample k of a prompt is `<prompt id>.<k>`; a sample whose shard exists is not asked for again.
+With a seed, each sample's own seed follows from it and the sample's id, whatever was asked before it: a resumed collection
+draws the samples that an uninterrupted one would have drawn (up to the rounding of the engine's batches).
+
+Contract: nothing half-written, no sample twice, and no samples of different models, settings or prompts in one store. A full
+disk ends the run at once; a prompt or payload that cannot be used ends it when what is in flight is written (`stop`), or is
+left out and reported (`skip`). Never is a sample dropped in silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import orjson
+
+from r3 import wire
+from r3.errors import ConfigError, EngineError, PromptError, R3Error, StoreError
+from r3.rollout.client import Retry, VllmClient
+from r3.rollout.preflight import EngineInfo
+from r3.rollout.prompts import Prompt
+from r3.rollout.protocol import Completion, Sampling
+from r3.sample import UNKNOWN_VERSION, Provenance, RolloutSample
+from r3.store import ShardStore
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_THREADS = 4  # decoding and writing one sample takes about a millisecond each, mostly outside the interpreter's lock
+_COMPARED = 32  # shards that are there already and are compared with what is asked for
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A sample that was asked for and is not in the store."""
+
+    sample_id: str
+    error: R3Error
+
+
+@dataclass(frozen=True)
+class CollectReport:
+    """Counts of a collection, while it runs and at its end.
+
+    Attributes:
+        asked: Samples asked for: prompts times n.
+        present: Of those, in the store already when this run began.
+        written: Of those, sampled and written by this run.
+        failures: Of those, given up, with the reason.
+        prompt_tokens, tokens: Prompt tokens and sampled tokens of the samples written.
+        bytes: Size of the shards written.
+        seconds: Time since sampling began.
+    """
+
+    asked: int
+    present: int
+    written: int
+    failures: tuple[Failure, ...]
+    prompt_tokens: int
+    tokens: int
+    bytes: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class _Task:
+    prompt: Prompt
+    sample_id: str
+
+
+async def collect(
+    prompts: Sequence[Prompt],
+    store: ShardStore,
+    engine: EngineInfo,
+    *,
+    sampling: Sampling | None = None,
+    n: int = 1,
+    concurrency: int = 64,
+    weight_version: int = UNKNOWN_VERSION,
+    on_bad_prompt: Literal["stop", "skip"] = "stop",
+    progress: Callable[[CollectReport], None] | None = None,
+    retry: Retry | None = None,
+    timeout_s: float = 1800.0,
+    api_key: str | None = None,
+    fsync: bool = True,
+) -> CollectReport:
+    """Fill a store with n samples of every prompt.
+
+    Args:
+        engine: What `r3.rollout.preflight.preflight` found.
+        n: Samples per prompt.
+        concurrency: Requests in flight, over all servers together.
+        weight_version: Version of the weights that the engine samples with, e.g. the trainer's step.
+        on_bad_prompt: What a prompt that the server refuses, or a response that cannot be used, does to the rest.
+        progress: Called on the event loop after every sample.
+        retry, timeout_s, api_key: As in `VllmClient`.
+        fsync: As in `r3.shard.save_file`.
+
+    Raises:
+        StoreError: the store cannot be written, or holds samples that may not be mixed with these.
+        EngineError: the servers stopped answering.
+        R3Error: with `stop`, the first prompt or response that could not be used.
+    """
+    if n < 1 or concurrency < 1:
+        raise ConfigError(
+            "nothing to do", expected="n and concurrency of at least 1", got=f"n={n}, concurrency={concurrency}"
+        )
+    collection = _Collection(store, engine, sampling or Sampling(), weight_version, on_bad_prompt, progress, fsync)
+    await asyncio.to_thread(collection.prepare, prompts, n)
+    client = VllmClient(
+        engine.urls, engine.model, collection.sampling, retry=retry, timeout_s=timeout_s, api_key=api_key
+    )
+    return await collection.run(client, concurrency)
+
+
+class _Collection:
+    """The state of one `collect`."""
+
+    def __init__(
+        self,
+        store: ShardStore,
+        engine: EngineInfo,
+        sampling: Sampling,
+        weight_version: int,
+        on_bad_prompt: str,
+        progress: Callable[[CollectReport], None] | None,
+        fsync: bool,
+    ) -> None:
+        self.store, self.engine, self.sampling = store, engine, sampling
+        self.weight_version, self.on_bad_prompt = weight_version, on_bad_prompt
+        self.progress, self.fsync = progress, fsync
+        self.tasks: list[_Task] = []
+        self.asked = self.present = self.started = self.written = self.prompt_tokens = self.tokens = self.bytes = 0
+        self.failures: list[Failure] = []
+        self.bad_prompts: dict[str, R3Error] = {}  # so that a prompt refused once is not asked n times
+        self.stopped_by: R3Error | None = None
+        self.begin = time.monotonic()
+
+    def prepare(self, prompts: Sequence[Prompt], n: int) -> None:
+        """Everything that can be refused before the first request."""
+        self.store.check_writable()
+        self.store.remove_leftovers()
+        there = set(self.store.sample_ids())
+        present: list[_Task] = []
+        for prompt in prompts:
+            tasks = [_Task(prompt, f"{prompt.prompt_id}.{k}") for k in range(n)]
+            try:
+                self.store.path_of(tasks[-1].sample_id)
+            except StoreError as error:
+                raise PromptError(
+                    "the id is too long for a file name",
+                    where=prompt.where,
+                    expected=error.expected,
+                    got=error.got,
+                    remedy="give the prompt a shorter id, or none",
+                ) from None
+            self.tasks += [task for task in tasks if task.sample_id not in there]
+            present += [task for task in tasks if task.sample_id in there]
+        self.asked, self.present = len(prompts) * n, len(present)
+        for task in present[:: max(1, len(present) // _COMPARED)]:
+            self._require_alike(task)
+
+    async def run(self, client: VllmClient, concurrency: int) -> CollectReport:
+        self.begin = time.monotonic()
+        queue = iter(self.tasks)
+        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="r3-collect")
+        try:
+            async with client:
+                await _until_done([self._work(client, queue, pool) for _ in range(min(concurrency, len(self.tasks)))])
+        except (StoreError, EngineError) as error:
+            self.stopped_by = error
+        finally:
+            pool.shutdown(wait=True)  # a write that has begun is finished, also after Ctrl-C
+        if self.stopped_by is not None:
+            raise self._final(self.stopped_by)
+        return self.report()
+
+    def _final(self, error: R3Error) -> R3Error:
+        """The error that ends the run, with what it means for the samples."""
+        written = sum(task.sample_id in self.store for task in self.tasks)  # also those that were being written
+        lost = self.started - written - len(self.failures)
+        error.remedy = (
+            f"{error.remedy or 'correct the cause'}\n  {written} samples of this run are written and complete"
+            + (f", {lost} that were in flight are lost" if lost else "")
+            + f"; {len(self.tasks) - written} are missing: run the same command again for them"
+        )
+        return error
+
+    async def _work(self, client: VllmClient, queue: Iterator[_Task], pool: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        for task in queue:
+            self.started += 1
+            try:
+                self._refuse_at_once(task.prompt)
+                completion = await client.sample(task.prompt, seed=sample_seed(self.sampling.seed, task.sample_id))
+                size = await loop.run_in_executor(pool, self._keep, task, completion)
+            except (StoreError, EngineError):
+                raise
+            except R3Error as error:
+                self._give_up(task, error)
+            else:
+                self._count(completion, size)
+            if self.progress is not None:
+                self.progress(self.report())
+            if self.stopped_by is not None:
+                return
+
+    def _refuse_at_once(self, prompt: Prompt) -> None:
+        if prompt.prompt_id in self.bad_prompts:
+            raise self.bad_prompts[prompt.prompt_id]
+        limit = self.engine.max_model_len
+        if prompt.kind == "prompt_token_ids" and limit is not None:
+            total = len(prompt.payload) + self.sampling.max_tokens
+            if total > limit:
+                raise PromptError(
+                    "the prompt and max_tokens are longer than the model's context",
+                    where=prompt.where,
+                    expected=f"at most {limit} tokens",
+                    got=f"{len(prompt.payload)} + {self.sampling.max_tokens} = {total}",
+                    remedy="shorten the prompt, lower max_tokens, or serve with a larger --max-model-len; or skip such prompts",
+                )
+
+    def _keep(self, task: _Task, completion: Completion) -> int:
+        """Decode, check and write one sample; returns the shard's size. Runs in a thread."""
+        num_tokens = len(completion.prompt_token_ids) + len(completion.token_ids)
+        spec, where = self.engine.spec, f"sample {task.sample_id!r} of {task.prompt.where}"
+        sample = RolloutSample.from_rollout(
+            sample_id=task.sample_id,
+            group_id=task.prompt.prompt_id,
+            spec=spec,
+            prompt_tokens=completion.prompt_token_ids,
+            response_tokens=completion.token_ids,
+            response_logprobs=completion.logprobs,
+            routes=wire.decode_vllm(completion.routed_experts, spec, num_tokens=num_tokens, where=where),
+            weight_version=self.weight_version,
+            provenance=self._provenance(task.prompt, completion.finish_reason),
+        )
+        if task.sample_id in self.store:  # another collector on the same store was faster; its sample is as good
+            return 0
+        return self.store.add(sample, fsync=self.fsync).stat().st_size
+
+    def _give_up(self, task: _Task, error: R3Error) -> None:
+        self.failures.append(Failure(task.sample_id, error))
+        if isinstance(error, PromptError):
+            self.bad_prompts[task.prompt.prompt_id] = error
+        if self.on_bad_prompt == "stop" and self.stopped_by is None:
+            self.stopped_by = error
+
+    def _count(self, completion: Completion, size: int) -> None:
+        if size == 0:
+            self.present += 1
+            return
+        self.written += 1
+        self.prompt_tokens += len(completion.prompt_token_ids)
+        self.tokens += len(completion.token_ids)
+        self.bytes += size
+
+    def report(self) -> CollectReport:
+        return CollectReport(
+            self.asked,
+            self.present,
+            self.written,
+            tuple(self.failures),
+            self.prompt_tokens,
+            self.tokens,
+            self.bytes,
+            time.monotonic() - self.begin,
+        )
+
+    def _provenance(self, prompt: Prompt, finish_reason: str) -> Provenance:
+        engine, sampling = self.engine, self.sampling
+        extra = {"prompt_digest": prompt.digest, "max_tokens": str(sampling.max_tokens)}
+        if sampling.seed is not None:
+            extra["seed"] = str(sampling.seed)
+        if sampling.extra:
+            extra["request"] = orjson.dumps(dict(sampling.extra), option=orjson.OPT_SORT_KEYS).decode()
+        return Provenance(
+            engine=engine.engine,
+            engine_version=engine.engine_version,
+            model=engine.model,
+            model_fingerprint=engine.model_fingerprint,
+            temperature=float(sampling.temperature),
+            top_p=float(sampling.top_p),
+            top_k=sampling.top_k,
+            logprobs_mode=engine.logprobs_mode,
+            finish_reason=finish_reason,
+            extra=extra,
+        )
+
+    def _require_alike(self, task: _Task) -> None:
+        """Refuse to add to samples of another model, of other settings or of another prompt under the same id."""
+        sample = self.store.open(task.sample_id)
+        where = str(self.store.path_of(task.sample_id))
+        self.engine.spec.require_same(sample.spec, where)
+        theirs, ours = sample.provenance, self._provenance(task.prompt, "")
+        model = "model_fingerprint" if theirs.model_fingerprint and ours.model_fingerprint else "model"
+        names = (model, "temperature", "top_p", "top_k", "logprobs_mode")
+        pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in names]
+        pairs += [
+            (name, theirs.extra.get(name), ours.extra.get(name)) for name in ("prompt_digest", "max_tokens", "request")
+        ]
+        pairs.append(("weight_version", set(sample.weight_version[sample.loss_mask].tolist()), {self.weight_version}))
+        for name, got, expected in pairs:
+            if got != expected:
+                raise StoreError(
+                    f"the samples that are here already were made with another {name}",
+                    where=where,
+                    expected=f"{expected} (as asked for now)",
+                    got="nothing" if got is None else got,
+                    remedy="collect into another directory, or ask for the same to resume",
+                )
+
+
+async def _until_done(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run coroutines to their end; if one raises or this is cancelled, the others are cancelled and waited for."""
+    workers = [asyncio.create_task(each) for each in work]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def sample_seed(seed: int | None, sample_id: str) -> int | None:
+    """The seed of one sample: a stable hash below 2^53, the integers that JSON carries exactly everywhere."""
+    if seed is None:
+        return None
+    digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 11
+
+
+def _synchronous(function: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return asyncio.run(function(*args, **kwargs))
+
+    run.__doc__ = """`collect`, with the same arguments, for code without an event loop.
+
+    On Ctrl-C requests in flight are cancelled, writes that have begun are finished, and KeyboardInterrupt is raised.
+    """
+    return run
+
+
+collect_sync = _synchronous(collect)

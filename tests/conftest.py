@@ -1,0 +1,50 @@
+"""Fixtures that more than one test module uses: the tiny trained model and one real vLLM server for the whole session."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from r3.rollout.preflight import EngineInfo, preflight
+from r3.rollout.server import VllmServer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """Directory of the tiny mixture-of-experts model and its prompts.jsonl; trained once, then kept in .r3/ (ignored by git).
+
+    R3_TINY_MODEL names a directory to use in its place.
+    """
+    given = os.environ.get("R3_TINY_MODEL")
+    if given:
+        return Path(given)
+    spec = importlib.util.spec_from_file_location("tiny_moe", ROOT / "scripts" / "tiny_moe.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tiny_moe"] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    path = module.build(ROOT / ".r3" / "tiny-moe")
+    assert isinstance(path, Path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tiny_model: Path) -> Iterator[VllmServer]:
+    """One real server with routed experts on; a test must leave it as it found it."""
+    pytest.importorskip("vllm")
+    with VllmServer(tiny_model, dtype="bfloat16") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def engine(vllm_server: VllmServer) -> EngineInfo:
+    return asyncio.run(preflight(vllm_server.url))
