@@ -8,7 +8,7 @@ row-major. Whoever has the vector has the routes' rows, the tokens to compare wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,80 @@ class Layout:
         rows = np.full(held.shape, PADDING, np.int64)
         rows[held] = np.arange(sum(lengths))
         return cls(rows.ravel(), lengths)
+
+    def select(self, positions: npt.ArrayLike) -> Layout:
+        """The layout after a slice or permutation: local position i is what stood at `positions[i]`, -1 for new padding.
+
+        Args:
+            positions: Integers of any shape, read in row-major order.
+
+        Raises:
+            LayoutError: a position that this layout does not have.
+        """
+        index = np.asarray(positions).ravel()
+        if index.dtype.kind not in "iu" or (
+            index.size and (index.min() < PADDING or index.max() >= self.num_positions)
+        ):
+            raise LayoutError(
+                "not positions of this layout",
+                expected=f"integers in -1..{self.num_positions - 1}",
+                got=f"{index.dtype} {index.min()}..{index.max()}" if index.size else str(index.dtype),
+            )
+        return Layout(np.where(index >= 0, np.append(self.rows, PADDING)[index], PADDING), self.lengths)
+
+    def trace(self, slicer: Callable[[npt.NDArray[np.int64]], npt.ArrayLike], shape: tuple[int, ...]) -> Layout:
+        """The layout after the trainer's own slicing function, found by pushing position numbers through it.
+
+        Instead of describing what a trainer does to its `input_ids`, do it to the numbers 0..n-1 and read off where each
+        went. Use this wherever the slicing is somebody else's code.
+
+        Args:
+            slicer: Takes int64 position numbers of `shape`, returns the local ones (any shape, row-major in the order in
+                which the router sees them; a torch tensor is fine). Padding that it adds must be -1.
+            shape: Shape of the full `input_ids`.
+        """
+        return self.select(slicer(np.arange(self.num_positions, dtype=np.int64).reshape(shape)))
+
+    def chunk(self, rank: int, size: int, *, batch: int = 1) -> Layout:
+        """Rank's contiguous part of each of `batch` lines: sequence parallelism, Ulysses, contiguous context parallelism.
+
+        Raises:
+            LayoutError: the lines cannot be cut into `size` equal parts.
+        """
+        return self._parts(batch, size, [rank])
+
+    def zigzag(self, rank: int, size: int, *, batch: int = 1) -> Layout:
+        """Rank's parts `rank` and `2 size - 1 - rank` of 2 size parts of each line: load-balanced context parallelism, as
+        Megatron-core's `get_batch_on_this_cp_rank` and ring attention cut (for packed rows, cut each sequence so: `trace`).
+
+        Raises:
+            LayoutError: the lines cannot be cut into `2 size` equal parts.
+        """
+        return self._parts(batch, 2 * size, [rank, 2 * size - 1 - rank])
+
+    def transpose(self, batch: int) -> Layout:
+        """[batch, width] seen as [width, batch]: Megatron's routers see the sequence first."""
+        return self.select(self._lines(batch).T)
+
+    def _lines(self, batch: int) -> npt.NDArray[np.int64]:
+        if batch < 1 or self.num_positions % batch:
+            raise LayoutError(
+                "positions do not make equal lines", expected=f"a multiple of {batch}", got=self.num_positions
+            )
+        return np.arange(self.num_positions, dtype=np.int64).reshape(batch, -1)
+
+    def _parts(self, batch: int, parts: int, chosen: list[int]) -> Layout:
+        lines = self._lines(batch)
+        width = lines.shape[1]
+        if width % parts or not 0 <= chosen[0] < parts:
+            raise LayoutError(
+                "lines cannot be cut so",
+                expected=f"a width that is a multiple of {parts}, and a rank of these",
+                got=f"width {width}, part {chosen[0]}",
+                remedy="pad the micro-batch to a multiple first, as the trainer does",
+            )
+        cut = lines.reshape(batch, parts, width // parts)
+        return self.select(cut[:, chosen])
 
     @property
     def num_positions(self) -> int:
