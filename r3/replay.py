@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from r3.errors import ReplayError
 from r3.layout import Layout
+from r3.microbatch import MicroBatch, Recording, TokenCheck
 from r3.sample import RolloutSample
 from r3.spec import RoutingSpec
 
@@ -59,35 +59,6 @@ class Coverage:
         return {**asdict(self), "share": self.share}
 
 
-class MicroBatch:
-    """The recorded experts of one micro-batch's local rows, on the model's device.
-
-    Attributes:
-        num_rows: n.
-        live: [n] bool, rows that use the router's own choice; None if every row is replayed.
-    """
-
-    def __init__(
-        self, samples: Sequence[RolloutSample], layout: Layout, spec: RoutingSpec, device: torch.device
-    ) -> None:
-        self.samples, self.layout = tuple(samples), layout
-        ids, recorded = _local_rows(self.samples, layout, spec)
-        held = layout.rows >= 0
-        self.num_rows = layout.num_positions
-        self.num_replayed = int(recorded.sum())
-        self.num_padding = int((~held).sum())
-        self.num_unrecorded = self.num_rows - self.num_replayed - self.num_padding
-        # torch has few uint16 kernels: ids travel as int16 and are read back as unsigned in `ids_of`.
-        self._wide = ids.dtype == np.uint16
-        self._ids = _to_device(torch.from_numpy(ids.view(np.int16) if self._wide else ids), device)
-        self.live = None if recorded.all() else _to_device(torch.from_numpy(~recorded), device)
-
-    def ids_of(self, position: int) -> torch.Tensor:
-        """[n, K] int64, the recorded experts of the MoE layer at `position` of the spec; 0 in rows that are live."""
-        ids = self._ids[position].to(torch.int64)
-        return ids & 0xFFFF if self._wide else ids
-
-
 class Replay:
     """The replay handle of one model; made by `r3.trainers`, not by hand.
 
@@ -110,9 +81,9 @@ class Replay:
         self.coverage = Coverage()
         self._position = {layer: spec.moe_layers.index(layer) for layer in layers}
         self._fired = dict.fromkeys(self._position, 0)
-        self._current: MicroBatch | None = None
+        self._current: MicroBatch | Recording | None = None
         self._num_forwards = 0
-        self._backward: MicroBatch | _NoBackward | None = _NO_BACKWARD
+        self._backward: MicroBatch | Recording | _NoBackward | None = _NO_BACKWARD
 
     @contextlib.contextmanager
     def micro_batch(
@@ -124,23 +95,44 @@ class Replay:
             samples: The samples of the micro-batch, in the order of the layout.
             layout: Where each local row comes from.
             token_ids: The trainer's own input ids of the local positions, any shape in the layout's order. They are
-                compared with the samples' tokens (one host copy if they live on a GPU).
+                compared with the samples' tokens: at once if they are on the host; on a GPU there, and the result is read
+                when the block ends, so that nothing waits for the device before the forward is queued.
 
         Raises:
             ReplayError: a token differs, a sample is of another model, a row is missing under on_missing="raise", or no
                 forward of the model happened in the block.
         """
-        if self._current is not None:
-            raise ReplayError("a micro-batch is already being replayed", remedy="leave its `with` block first")
-        _check_tokens(samples, layout, token_ids)
+        check = TokenCheck(samples, layout, token_ids)
         for sample in samples:
             self.spec.require_same(sample.spec, f"sample {sample.sample_id!r}")
         if self.on_missing == "raise":
             _check_complete(samples)
-        self._current = MicroBatch(samples, layout, self.spec, self.device)
+        batch = MicroBatch(samples, layout, self.spec, self.device)
+        with self._current_for(batch):
+            yield batch
+            check.finish()
+
+    @contextlib.contextmanager
+    def record(self, layout: Layout) -> Iterator[Recording]:
+        """Let the routers choose in the forward inside the `with` block, and keep what they chose (R2).
+
+        Replay it with samples whose routes are `recording.routes()`. Meant for the pass that computes the old log-probs.
+
+        Args:
+            layout: Where each local row comes from.
+        """
+        recording = Recording(layout, self.spec)
+        with self._current_for(recording):
+            yield recording
+
+    @contextlib.contextmanager
+    def _current_for(self, batch: MicroBatch | Recording) -> Iterator[None]:
+        if self._current is not None:
+            raise ReplayError("a micro-batch is already being replayed", remedy="leave its `with` block first")
+        self._current = batch
         before = self._num_forwards
         try:
-            yield self._current
+            yield
         finally:
             self._current = None
         if self._num_forwards == before:
@@ -150,7 +142,7 @@ class Replay:
                 remedy="call the model that was given to attach(), not a submodule or a copy of it",
             )
 
-    def rows_for(self, layer: int, num_rows: int) -> MicroBatch | None:
+    def rows_for(self, layer: int, num_rows: int) -> MicroBatch | Recording | None:
         """For a router's forward: the micro-batch to replay, or None to route live.
 
         Raises:
@@ -227,49 +219,6 @@ class _NoBackward:
 _NO_BACKWARD = _NoBackward()
 
 
-def _local_rows(
-    samples: Sequence[RolloutSample], layout: Layout, spec: RoutingSpec
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """ids [L, n, K] and recorded [n] of a layout's positions."""
-    ids = np.zeros((spec.num_moe_layers, layout.num_positions, spec.top_k), spec.dtype)
-    recorded = np.zeros(layout.num_positions, np.bool_)
-    first = 0
-    for sample in samples:
-        positions = np.flatnonzero((layout.rows >= first) & (layout.rows < first + sample.num_tokens))
-        tokens = layout.rows[positions] - first
-        ids[:, positions] = sample.routes.ids[:, tokens]
-        recorded[positions] = sample.routes.recorded[tokens]
-        first += sample.num_tokens
-    return ids, recorded
-
-
-def _check_tokens(samples: Sequence[RolloutSample], layout: Layout, token_ids: torch.Tensor) -> None:
-    lengths = tuple(sample.num_tokens for sample in samples)
-    if lengths != layout.lengths:
-        raise ReplayError(
-            "the layout is not of these samples", expected=f"lengths {list(lengths)}", got=list(layout.lengths)
-        )
-    local = token_ids.detach().reshape(-1).cpu().numpy()
-    if local.shape[0] != layout.num_positions:
-        raise ReplayError(
-            "the layout is not of these token ids", expected=f"{layout.num_positions} positions", got=local.shape[0]
-        )
-    expected = np.concatenate([sample.tokens for sample in samples]) if samples else np.zeros(0, np.int64)
-    held = np.flatnonzero(layout.rows >= 0)
-    wrong = held[local[held] != expected[layout.rows[held]]]
-    if len(wrong):
-        row = int(layout.rows[wrong[0]])
-        sample, token = layout.locate_row(row)
-        raise ReplayError(
-            f"the trainer's tokens are not the rollout's: {len(wrong)} of {len(held)} differ",
-            where=f"sample {samples[sample].sample_id!r}, token {token} (local position {int(wrong[0])})",
-            expected=int(expected[row]),
-            got=int(local[wrong[0]]),
-            remedy="samples in another order than the batch, tokens shifted by a pad or BOS, or a sequence that was "
-            "decoded and tokenized again: routes would be replayed at the wrong tokens",
-        )
-
-
 def _check_complete(samples: Sequence[RolloutSample]) -> None:
     for sample in samples:
         # The last token is never fed back, so its row is absent by nature and its output is not used by the loss.
@@ -280,12 +229,6 @@ def _check_complete(samples: Sequence[RolloutSample]) -> None:
                 where=f"sample {sample.sample_id!r}, token {int(missing[0])}",
                 remedy='collect the sample again, or attach with on_missing="live"',
             )
-
-
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
