@@ -39,6 +39,7 @@ class FakeVllm:
     routes: str = "on"  # "null": the server's flag is off; "absent": a gateway drops the field
     mode: str = "raw_logprobs"
     delay_s: float = 0.0
+    api_key: str | None = None
     answer: Callable[[FakeVllm, web.Request], Awaitable[web.StreamResponse | None]] | None = None
     edit: Callable[[dict[str, Any]], None] | None = None  # changes the choice before it is sent
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -105,10 +106,17 @@ class FakeVllm:
             raise web.HTTPNotFound
         return web.json_response({"version": self.version})
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
+        self._authenticate(request)
         return web.json_response({"object": "list", "data": self.models})
 
+    def _authenticate(self, request: web.Request) -> None:
+        """As vLLM: everything under /v1, and only that, wants the key."""
+        if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            raise web.HTTPUnauthorized(text='{"error": "Unauthorized"}', content_type="application/json")
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self._authenticate(request)
         body = await request.json()
         self.requests.append(body)
         self.in_flight += 1

@@ -28,10 +28,8 @@ def output(num_completions: int = 1, **changes: Any) -> SimpleNamespace:
     completions = []
     for _ in range(num_completions):
         tokens = rng.integers(0, 100, 3).tolist()
-        logprobs = [
-            {token: SimpleNamespace(logprob=-0.5 - i), 101: SimpleNamespace(logprob=-9.0)}
-            for i, token in enumerate(tokens)
-        ]
+        other = SimpleNamespace(logprob=-0.1)  # vLLM adds the most likely token where it was not the one sampled
+        logprobs = [{101: other, token: SimpleNamespace(logprob=-0.5 - i)} for i, token in enumerate(tokens)]
         rows = random_rows(rng, SPEC, 6, hidden=True)
         rows.flags.writeable = False  # as out of msgpack or Ray
         values = {"token_ids": tokens, "logprobs": logprobs, "routed_experts": rows, "finish_reason": "length"}

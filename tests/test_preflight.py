@@ -194,10 +194,33 @@ def test_a_model_that_is_not_served(server: FakeVllm) -> None:
     assert check(server).model == MODEL  # the base model, not the adapter that comes first
 
 
-def test_a_server_that_fails_or_wants_a_key(server: FakeVllm) -> None:
+def test_a_server_that_fails(server: FakeVllm) -> None:
     server.answer = status(500, times=-1)
     with pytest.raises(EngineError, match=r"fails a request of two tokens \(HTTP 500: busy\)"):
         check(server)
+
+
+def test_a_server_that_wants_a_key(server: FakeVllm) -> None:
+    server.api_key = "secret"
+    assert "another API key (HTTP 401)" in refusal(server)
+    assert "another API key (HTTP 401)" in refusal(server, api_key="guess")
+    assert check(server, api_key="secret").model == MODEL
+
+
+def test_the_model_given_must_be_the_model_served(server: FakeVllm, tmp_path: Path) -> None:
+    served, copy, other = (tmp_path / name for name in ("served", "copy", "other"))
+    for directory, weights in ((served, b"one"), (copy, b"one"), (other, b"two")):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        (directory / "model.safetensors").write_bytes(weights)
+    server.models = card(root=str(served))
+    fingerprint = check(server).model_fingerprint
+    assert fingerprint
+    assert check(server, model_path=copy).model_fingerprint == fingerprint
+    message = refusal(server, model_path=other)
+    assert "other weights than those of --model" in message
+    assert str(other) in message
+    assert str(served) in message
 
 
 def test_servers_must_agree(server: FakeVllm) -> None:
