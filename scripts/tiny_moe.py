@@ -1,4 +1,27 @@
-"""Train the tiny mixture-of-experts model that the quickstart and the engine tests replay."""
+"""Train the tiny mixture-of-experts model that the quickstart and the engine tests replay.
+
+A real Qwen3-MoE whose routing really disagrees between vLLM and the trainer, made from text that ships with Python: no
+download, no accelerator. 8 layers, 48 experts of which 2 fire, 10 M parameters (20 MB in bfloat16), bytes as tokens.
+
+    python scripts/tiny_moe.py OUT_DIR    # 700 steps of 1,024 bytes, to 1.53 nats per byte, 220 to 230 CPU seconds
+
+OUT_DIR then holds the model, its tokenizer with a chat template, `prompts.jsonl` (512 snippets of 64 bytes, which are
+64 tokens, from files that were not trained on) and `tiny_moe.json`, the stamp: the recipe and its digest. The folder is
+renamed into place when all of it is written; one whose stamp carries this recipe's digest is returned as it is. Two
+runs on one machine gave the same weights, bit for bit.
+
+The effect, sampled by vLLM 0.30 in bfloat16 at temperature 1 and scored by transformers 5.10.4 on the same weights; per
+row 8,192 sampled tokens, the range over three sampling seeds. "Other set" is live routing's share of (token, layer):
+
+    trainer forward          k3 (1e-4)      F(1.1)            other set
+    bfloat16, live           2.4 .. 3.8     0.0059 .. 0.0101  1.0 .. 1.2 %
+    bfloat16, replay         0.55 .. 0.63   0 .. 0.0002
+    float32, live            2.5 .. 3.3     0.0072 .. 0.0085  1.3 .. 1.4 %
+    float32, replay          0.36 .. 0.40   0
+
+What the recipe turns on: initial weights of 0.08, not 0.02 (0.06 already ends 0.36 nats per byte lower after 240
+steps), and many small batches. The z-loss keeps likely tokens' logits near zero, where bfloat16's steps are finest.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +30,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import random
 import shutil
 import sysconfig
@@ -22,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 STAMP = "tiny_moe.json"
-SKIPPED = {"test", "tests", "idle_test", "site-packages", "lib2to3", "turtledemo", "__pycache__"}
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo", "__pycache__"}
 SPECIAL_TOKENS = ["<|bos|>", "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
 BOS, EOS, PAD, IM_START, IM_END = range(256, 261)
 CHAT_TEMPLATE = (
@@ -39,8 +63,8 @@ class Recipe:
 
     format: int = 1
     seed: int = 0
-    steps: int = 420
-    batch: int = 8
+    steps: int = 700
+    batch: int = 4
     sequence: int = 256
     vocab: int = 272
     hidden: int = 128
@@ -49,15 +73,14 @@ class Recipe:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    experts: int = 64
-    top_k: int = 4
-    init_std: float = 0.02
-    peak_lr: float = 4e-3
+    experts: int = 48
+    top_k: int = 2
+    init_std: float = 0.08
+    peak_lr: float = 6e-3
     warmup: int = 30
     weight_decay: float = 0.1
     balance: float = 0.01
-    z_loss: float = 1e-3
-    tie: bool = True
+    z_loss: float = 3e-3
     prompts: int = 512
     prompt_bytes: int = 64
 
@@ -69,28 +92,43 @@ class Recipe:
 def build(
     out_dir: Path | str, steps: int = Recipe.steps, seed: int = Recipe.seed, recipe: Recipe | None = None
 ) -> Path:
-    """Train into `out_dir`, or return at once if it already holds this recipe's model."""
+    """Train into `out_dir`, or return at once if it holds this recipe's model; `recipe` overrides `steps` and `seed`.
+
+    A model of another recipe is replaced. Raises FileExistsError if `out_dir` holds anything else.
+    """
     out = Path(out_dir)
     recipe = recipe or Recipe(steps=steps, seed=seed)
     if is_complete(out, recipe):
         return out
+    if out.exists() and any(out.iterdir()) and not (out / STAMP).is_file():
+        raise FileExistsError(f"{out} holds files but no {STAMP}: not a model of this script, name another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-    training, held_out = corpus()
+    import_torch_with_sleeping_threads()
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
+        training, held_out = corpus()
         model, loss = train(training, recipe)
-        save(model, work)
+        save(model, work, recipe)
         write_prompts(work / "prompts.jsonl", held_out, recipe)
-        stamp = {"digest": recipe.digest, "loss": loss, "recipe": dataclasses.asdict(recipe)}
-        (work / STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
-        os.chmod(work, 0o755)
-        if out.exists():
-            shutil.rmtree(out)
-        work.rename(out)
-    except BaseException:
+        write_stamp(work / STAMP, recipe, loss)
+        publish(work, out, recipe)
+    finally:
         shutil.rmtree(work, ignore_errors=True)
-        raise
     return out
+
+
+def import_torch_with_sleeping_threads() -> None:
+    """Import torch so that its OpenMP threads sleep at a barrier; no effect if torch was imported before.
+
+    They spin by default, which stalls both cores as soon as another process wants one: measured 2,720 ms a step against
+    340 ms. OpenMP reads the variable once, when it is loaded, so it is put back for child processes.
+    """
+    before = os.environ.get("OMP_WAIT_POLICY")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch  # noqa: F401
+
+    if before is None:
+        del os.environ["OMP_WAIT_POLICY"]
 
 
 def is_complete(out: Path, recipe: Recipe) -> bool:
@@ -98,10 +136,36 @@ def is_complete(out: Path, recipe: Recipe) -> bool:
     return stamp.is_file() and json.loads(stamp.read_text())["digest"] == recipe.digest
 
 
+def write_stamp(path: Path, recipe: Recipe, loss: float) -> None:
+    import torch
+    import transformers
+
+    stamp = {
+        "digest": recipe.digest,
+        "loss_nats_per_byte": round(loss, 4),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "recipe": dataclasses.asdict(recipe),
+    }
+    path.write_text(json.dumps(stamp, indent=2) + "\n")
+
+
+def publish(work: Path, out: Path, recipe: Recipe) -> None:
+    """Rename the finished folder into place, unless another process has published the same recipe meanwhile."""
+    if is_complete(out, recipe):
+        return
+    work.chmod(0o755)
+    if out.exists():
+        shutil.rmtree(out)
+    work.rename(out)
+
+
 def corpus() -> tuple[list[bytes], list[bytes]]:
-    """Sources and help topics of the running Python, split by a hash of the file's name: 7 of 8 train, 1 of 8 held out."""
+    """Sources and help topics of the running Python: one file in eight, by a hash of its name, is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    training, held_out = [], []
+    training: list[bytes] = []
+    held_out: list[bytes] = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if SKIPPED.isdisjoint(relative.parts):
@@ -110,8 +174,8 @@ def corpus() -> tuple[list[bytes], list[bytes]]:
     return training, held_out
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: id b is byte b, then the special tokens up to the vocabulary's end."""
+def tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
+    """No merges: id b is byte b, then special tokens up to the vocabulary's end, so that every id decodes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -119,7 +183,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={char: byte for byte, char in bytes_to_unicode().items()}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    spare = [f"<|reserved_{i}|>" for i in range(Recipe.vocab - 256 - len(SPECIAL_TOKENS))]
+    spare = [f"<|reserved_{i}|>" for i in range(recipe.vocab - 256 - len(SPECIAL_TOKENS))]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS + spare])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -150,7 +214,7 @@ def new_model(recipe: Recipe) -> Qwen3MoeForCausalLM:
         router_aux_loss_coef=recipe.balance,
         initializer_range=recipe.init_std,
         max_position_embeddings=1024,
-        tie_word_embeddings=recipe.tie,
+        tie_word_embeddings=True,
         bos_token_id=BOS,
         eos_token_id=EOS,
         pad_token_id=PAD,
@@ -161,7 +225,7 @@ def new_model(recipe: Recipe) -> Qwen3MoeForCausalLM:
 
 
 def train(documents: list[bytes], recipe: Recipe) -> tuple[Qwen3MoeForCausalLM, float]:
-    """Train in float32; the loss returned is the mean cross-entropy of the last tenth of the steps, in nats per byte."""
+    """Train in float32; returns the model and the mean loss of the last tenth of the steps, in nats per byte."""
     import torch
     from torch.nn import functional as F
     from tqdm import tqdm
@@ -204,7 +268,7 @@ def train(documents: list[bytes], recipe: Recipe) -> tuple[Qwen3MoeForCausalLM, 
 
 
 def lr_factor(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then cosine decay to a tenth..."""
+    """Linear warm-up, then cosine decay to a twentieth of the peak."""
     if step < recipe.warmup:
         return (step + 1) / recipe.warmup
     done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
@@ -219,22 +283,26 @@ def windows(stream: torch.Tensor, recipe: Recipe, generator: torch.Generator) ->
     return stream[starts + torch.arange(recipe.sequence + 1)]
 
 
-def save(model: Qwen3MoeForCausalLM, folder: Path) -> None:
+def save(model: Qwen3MoeForCausalLM, folder: Path, recipe: Recipe) -> None:
     import torch
 
+    model.generation_config.eos_token_id = [EOS, IM_END]
     model.eval().to(torch.bfloat16).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tokenizer(recipe).save_pretrained(folder)
 
 
 def write_prompts(path: Path, documents: list[bytes], recipe: Recipe) -> None:
-    """Snippets that start at a line of a held-out file; ASCII, so that bytes, characters and tokens are the same."""
+    """Distinct snippets of held-out files, one JSON object a line."""
     picker = random.Random(recipe.seed)
-    with path.open("w") as file:
-        for i in range(recipe.prompts):
-            file.write(json.dumps({"id": f"prompt-{i:04d}", "prompt": snippet(documents, recipe, picker)}) + "\n")
+    prompts: dict[str, None] = {}
+    while len(prompts) < recipe.prompts:
+        prompts[snippet(documents, recipe, picker)] = None
+    lines = [json.dumps({"id": f"prompt-{i:04d}", "prompt": prompt}) for i, prompt in enumerate(prompts)]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def snippet(documents: list[bytes], recipe: Recipe, picker: random.Random) -> str:
+    """`prompt_bytes` bytes from the start of a line; ASCII, so that bytes, characters and tokens are the same."""
     while True:
         document = picker.choice(documents)
         start = document.rfind(b"\n", 0, picker.randrange(len(document) + 1)) + 1
@@ -245,9 +313,7 @@ def snippet(documents: list[bytes], recipe: Recipe, picker: random.Random) -> st
 
 def main(
     out_dir: Path,
-    steps: Annotated[
-        int, typer.Option(help="Optimizer steps; fixed, so that a seed gives the same model.")
-    ] = Recipe.steps,
+    steps: Annotated[int, typer.Option(help="Optimizer steps: a count, so that it is repeatable.")] = Recipe.steps,
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and prompts.")] = Recipe.seed,
 ) -> None:
     """Train the tiny model into OUT_DIR, unless it is already there."""
