@@ -8,13 +8,14 @@ n local rows, L MoE layers, K top-k, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from r3.agreement import AgreementCheck
 from r3.errors import ReplayError
 from r3.layout import Layout
 from r3.routes import Routes
@@ -22,70 +23,132 @@ from r3.sample import RolloutSample
 from r3.spec import RoutingSpec
 
 
+class Own(Protocol):
+    """The router's own choice: of all rows ([..., K], as its top-k returns it), or of some of the n rows ([r, K])."""
+
+    def __call__(self, rows: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
 class MicroBatch:
     """The recorded experts of one micro-batch's local rows, on the model's device.
 
+    Args:
+        samples, layout: Of the micro-batch.
+        spec: The routing of the model.
+        device: Where the routers run.
+        layers: Global indices of the bound layers; others' ids stay on the host.
+        min_agreement: See `r3.agreement`; 0 for no check.
+
     Attributes:
         num_rows: n.
-        live: [n] bool, rows that use the router's own choice; None if every row is replayed.
+        agreement: The comparison with the router's own choice; None if there is none.
     """
 
     def __init__(
-        self, samples: Sequence[RolloutSample], layout: Layout, spec: RoutingSpec, device: torch.device
+        self,
+        samples: Sequence[RolloutSample],
+        layout: Layout,
+        spec: RoutingSpec,
+        device: torch.device,
+        *,
+        layers: Sequence[int] | None = None,
+        min_agreement: float = 0,
     ) -> None:
         self.samples, self.layout = tuple(samples), layout
-        ids, recorded = _local_rows(self.samples, layout, spec)
-        held = layout.rows >= 0
+        self.layers = tuple(spec.moe_layers if layers is None else layers)
+        positions = [spec.moe_layers.index(layer) for layer in self.layers]
+        self._index = {position: index for index, position in enumerate(positions)}
+        ids, recorded = _local_rows(self.samples, layout, spec, positions)
         self.num_rows = layout.num_positions
         self.num_replayed = int(recorded.sum())
-        self.num_padding = int((~held).sum())
+        self.num_padding = int((layout.rows < 0).sum())
         self.num_unrecorded = self.num_rows - self.num_replayed - self.num_padding
         # torch has few uint16 kernels: ids travel as int16 and are read back as unsigned in `ids_of`.
         self._wide = ids.dtype == np.uint16
         self._ids = to_device(torch.from_numpy(ids.view(np.int16) if self._wide else ids), device)
-        self.live = None if recorded.all() else to_device(torch.from_numpy(~recorded), device)
+        self.agreement: AgreementCheck | None = None
+        if min_agreement > 0:
+            self.agreement = AgreementCheck(self.samples, layout, recorded, self.layers, min_agreement)
+        live = np.flatnonzero(~recorded)
+        compared = np.zeros(0, np.int64) if self.agreement is None else self.agreement.rows
+        self._num_live = len(live)
+        # The rows that the router is asked for: live ones, then those to compare. Known on the host, so nothing waits.
+        asked = np.concatenate([live, compared])
+        self._asked = to_device(torch.from_numpy(asked), device) if len(asked) else None
 
     def ids_of(self, position: int) -> torch.Tensor:
         """[n, K] int64, the recorded experts of the MoE layer at `position` of the spec; 0 in rows that are live."""
-        ids = self._ids[position].to(torch.int64)
+        ids = self._ids[self._index[position]].to(torch.int64)
         return ids & 0xFFFF if self._wide else ids
 
-    def choose(self, position: int, own: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    def choose(self, position: int, own: Own, shape: tuple[int, ...]) -> torch.Tensor:
         """The ids that a router shall use: the recorded ones, and its own where there is no record.
+
+        The same operations run in a recompute as in the forward: selective checkpointing counts them.
 
         Args:
             position: Of the layer, on the layer axis of the routes.
-            own: The router's own choice; only called if a row needs it.
+            own: The router's own choice, of the rows that are asked for.
             shape: [..., K], n rows in all.
 
         Returns:
             int64 of `shape`. Nothing here waits for the device.
         """
-        ids = self.ids_of(position).reshape(shape)
-        if self.live is None:
-            return ids
-        return torch.where(self.live.reshape(*shape[:-1], 1), own(), ids)
+        ids = self.ids_of(position)
+        if self._asked is None:
+            return ids.reshape(shape)
+        choice = own(self._asked)
+        live, compared = self._asked[: self._num_live], self._asked[self._num_live :]
+        if self.agreement is not None and len(compared):
+            recorded = ids.index_select(0, compared)
+            self.agreement.see(self.layers[self._index[position]], recorded, choice[self._num_live :])
+        if self._num_live:
+            ids = ids.index_copy(0, live, choice[: self._num_live])
+        return ids.reshape(shape)
 
 
 class Recording:
     """The routers' own choices in one forward: what routing replay without a rollout engine (R2) replays later.
+
+    Nothing is kept on the device: each layer's ids go to the host as soon as they are chosen, narrow (uint8 up to 256
+    experts), and on a GPU nothing waits for them before `routes`.
 
     Attributes:
         num_rows: n.
     """
 
     num_replayed = num_unrecorded = num_padding = 0
+    agreement = None
 
     def __init__(self, layout: Layout, spec: RoutingSpec) -> None:
         self.layout, self.spec = layout, spec
         self.num_rows = layout.num_positions
-        self._ids: list[torch.Tensor | None] = [None] * spec.num_moe_layers
+        self._ids: dict[int, torch.Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
 
-    def choose(self, position: int, own: Callable[[], torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
-        """The router's own choice, of which a narrow copy is on its way to the host afterwards."""
+    def choose(self, position: int, own: Own, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
+        """The router's own choice, of which a narrow copy is on its way to the host afterwards.
+
+        Raises:
+            ReplayError: a second forward in the same recording.
+        """
         ids = own()
-        narrow = ids.detach().reshape(-1, ids.shape[-1])
-        self._ids[position] = narrow.to(torch.uint8 if self.spec.num_experts <= 256 else torch.int32)
+        if torch._C._current_graph_task_id() != -1:  # a recompute of what is recorded
+            return ids
+        if position in self._ids:
+            raise ReplayError(
+                "a recording holds one forward",
+                where=f"layer {self.spec.moe_layers[position]}",
+                remedy="open `with replay.record(layout)` for each micro-batch",
+            )
+        narrow = ids.detach().reshape(-1, ids.shape[-1]).to(torch.uint8 if self.spec.dtype == np.uint8 else torch.int16)
+        if narrow.device.type == "cuda":
+            host = torch.empty(narrow.shape, dtype=narrow.dtype, pin_memory=True)
+            self._ids[position] = host.copy_(narrow, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(narrow.device))
+        else:
+            self._ids[position] = narrow.cpu()
         return ids
 
     def routes(self) -> list[Routes]:
@@ -94,10 +157,11 @@ class Recording:
         Raises:
             ReplayError: a forward has not happened, or tokens of a sample are not on this rank.
         """
-        recorded = [ids.cpu().numpy().astype(self.spec.dtype) for ids in self._ids if ids is not None]
-        if not recorded:
+        if not self._ids:
             raise ReplayError("nothing is recorded", expected="model(...) inside `with replay.record(...)`")
-        by_row = np.stack(recorded)
+        if self._copied is not None:
+            self._copied.synchronize()
+        by_row = np.stack([self._ids[position].numpy().view(self.spec.dtype) for position in sorted(self._ids)])
         position_of_row = np.full(sum(self.layout.lengths), -1, np.int64)
         held = np.flatnonzero(self.layout.rows >= 0)
         position_of_row[self.layout.rows[held]] = held
@@ -140,7 +204,7 @@ class TokenCheck:
             return
         differs = self._differs(to_device(torch.from_numpy(self.expected), self.local.device))
         self._flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(differs.any(), non_blocking=True)
-        self._done = torch.cuda.Event()
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done.record(torch.cuda.current_stream(self.local.device))
 
     def _differs(self, expected: torch.Tensor) -> torch.Tensor:
@@ -171,16 +235,17 @@ class TokenCheck:
 
 
 def _local_rows(
-    samples: Sequence[RolloutSample], layout: Layout, spec: RoutingSpec
+    samples: Sequence[RolloutSample], layout: Layout, spec: RoutingSpec, layer_positions: list[int]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """ids [L, n, K] and recorded [n] of a layout's positions."""
-    ids = np.zeros((spec.num_moe_layers, layout.num_positions, spec.top_k), spec.dtype)
+    """ids [L, n, K] of these layers and recorded [n], at a layout's positions."""
+    ids = np.zeros((len(layer_positions), layout.num_positions, spec.top_k), spec.dtype)
     recorded = np.zeros(layout.num_positions, np.bool_)
     first = 0
     for sample in samples:
         positions = np.flatnonzero((layout.rows >= first) & (layout.rows < first + sample.num_tokens))
         tokens = layout.rows[positions] - first
-        ids[:, positions] = sample.routes.ids[:, tokens]
+        for index, layer in enumerate(layer_positions):
+            ids[index, positions] = sample.routes.ids[layer, tokens]
         recorded[positions] = sample.routes.recorded[tokens]
         first += sample.num_tokens
     return ids, recorded

@@ -12,7 +12,8 @@ out of step, and a forward without a graph keeps nothing.
 Missing rows (no record, padding) use the router's own choice, in the forward and in its recompute alike.
 
 Proof: token ids are compared with the samples' at the layout's rows before anything runs; every bound router must fire
-exactly once per forward; `coverage` counts rows replayed and live, by reason.
+exactly once per forward; `coverage` counts rows replayed and live, by reason; on some rows of each sample the recorded
+experts are compared with the router's own choice (`r3.agreement`).
 
 n local rows, L MoE layers, K top-k, E experts.
 """
@@ -20,6 +21,7 @@ n local rows, L MoE layers, K top-k, E experts.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from r3.agreement import MIN_AGREEMENT, Agreement, AgreementCheck
 from r3.errors import ReplayError
 from r3.layout import Layout
 from r3.microbatch import MicroBatch, Recording, TokenCheck
@@ -67,23 +70,37 @@ class Replay:
         layers: Global indices of the decoder layers whose routers are bound (all MoE layers, or a pipeline stage's).
         device: Where the routers run.
         on_missing: `live` (rows without a record use the router's own choice) or `raise`.
+        min_agreement: The least share of a sample's recorded experts that the router would choose itself; 0 for no check.
 
     Attributes:
         coverage: Counts of rows replayed and live.
+        agreement: Recorded ids that the router would have chosen itself, on the rows that were compared.
     """
 
     def __init__(
-        self, spec: RoutingSpec, layers: Sequence[int], device: torch.device, *, on_missing: str = "live"
+        self,
+        spec: RoutingSpec,
+        layers: Sequence[int],
+        device: torch.device,
+        *,
+        on_missing: str = "live",
+        min_agreement: float = MIN_AGREEMENT,
     ) -> None:
         if on_missing not in ("live", "raise"):
             raise ReplayError("unknown policy for rows without a record", expected="live or raise", got=on_missing)
         self.spec, self.on_missing, self.device = spec, on_missing, device
-        self.coverage = Coverage()
+        if not 0 <= min_agreement <= 1:
+            raise ReplayError("min_agreement is a share", expected="0 (no check) to 1", got=min_agreement)
+        self.min_agreement = min_agreement
+        self.coverage, self.agreement = Coverage(), Agreement()
+        self._unjudged: list[AgreementCheck] = []
         self._position = {layer: spec.moe_layers.index(layer) for layer in layers}
         self._fired = dict.fromkeys(self._position, 0)
         self._current: MicroBatch | Recording | None = None
         self._num_forwards = 0
-        self._backward: MicroBatch | Recording | _NoBackward | None = _NO_BACKWARD
+        # Of the backward that is running, announced by the gradient of the model's output. Weak, because a backward that
+        # fails never says that it has ended.
+        self._backward: weakref.ref[MicroBatch | Recording | _Live] | None = None
 
     @contextlib.contextmanager
     def micro_batch(
@@ -99,18 +116,34 @@ class Replay:
                 when the block ends, so that nothing waits for the device before the forward is queued.
 
         Raises:
-            ReplayError: a token differs, a sample is of another model, a row is missing under on_missing="raise", or no
-                forward of the model happened in the block.
+            ReplayError: a token differs, a sample is of another model, a row is missing under on_missing="raise", no
+                forward of the model happened in the block, or the recorded experts are not those of this model. The last
+                is known when the forward has run, so on a GPU the first blocks wait for it at their end, before any
+                gradient; later ones do not, and a fault is raised at the end of a later block.
         """
         check = TokenCheck(samples, layout, token_ids)
         for sample in samples:
             self.spec.require_same(sample.spec, f"sample {sample.sample_id!r}")
         if self.on_missing == "raise":
             _check_complete(samples)
-        batch = MicroBatch(samples, layout, self.spec, self.device)
+        if self.spec.zero_experts:
+            _check_zero_experts(samples)
+        device = self.device if token_ids.device.type == "cpu" else token_ids.device
+        batch = MicroBatch(
+            samples, layout, self.spec, device, layers=list(self._position), min_agreement=self.min_agreement
+        )
         with self._current_for(batch):
             yield batch
             check.finish()
+        if batch.agreement is not None:
+            self._judge(batch.agreement)
+
+    def _judge(self, check: AgreementCheck) -> None:
+        check.start()
+        self._unjudged.append(check)
+        wait = self.coverage.forwards <= _WAITING_FORWARDS or len(self._unjudged) > _MOST_UNJUDGED
+        while self._unjudged and (wait or self._unjudged[0].ready):
+            self._unjudged.pop(0).finish(self.agreement)
 
     @contextlib.contextmanager
     def record(self, layout: Layout) -> Iterator[Recording]:
@@ -151,15 +184,17 @@ class Replay:
         if torch._C._current_graph_task_id() == -1:
             batch = self._current
             self._fired[layer] += batch is not None
-        elif isinstance(self._backward, _NoBackward):
-            raise ReplayError(
-                "a router was recomputed in a backward whose micro-batch is not known",
-                where=f"layer {layer}",
-                expected="a forward through the model given to attach(), outside any other checkpoint",
-                remedy="attach to the outermost module whose output the loss is computed from",
-            )
         else:
-            batch = self._backward
+            announced = None if self._backward is None else self._backward()
+            if announced is None:
+                raise ReplayError(
+                    "a router was recomputed in a backward whose micro-batch is not known",
+                    where=f"layer {layer}",
+                    expected="a forward through the model given to attach(), whose output the loss is computed from",
+                    remedy="attach to the module that the loop calls, and give a checkpoint around the whole model "
+                    "use_reentrant=False",
+                )
+            batch = None if isinstance(announced, _Live) else announced
         if batch is not None and batch.num_rows != num_rows:
             raise ReplayError(
                 "the router sees another number of rows than the layout has",
@@ -177,7 +212,7 @@ class Replay:
     def begin_forward(self) -> None:
         """Forward pre-hook of the model."""
         if torch._C._current_graph_task_id() == -1:
-            self._fired = dict.fromkeys(self._fired, 0)
+            self._fired, self._backward = dict.fromkeys(self._fired, 0), None
 
     def end_forward(self, outputs: Any) -> None:
         """Forward hook of the model: every router fired once; tie the micro-batch to the outputs' graph."""
@@ -200,8 +235,12 @@ class Replay:
             self.coverage.unrecorded += batch.num_unrecorded
             self.coverage.padding += batch.num_padding
 
-        def name_micro_batch(_gradient: torch.Tensor) -> None:
-            self._backward = batch
+        kept = _LIVE if batch is None else batch
+
+        def name_micro_batch(
+            _gradient: torch.Tensor,
+        ) -> None:  # this closure keeps the rows, as long as the graph lives
+            self._backward = weakref.ref(kept)
             torch.autograd.Variable._execution_engine.queue_callback(self._forget_backward)
 
         for tensor in _tensors(outputs):
@@ -209,14 +248,16 @@ class Replay:
                 tensor.register_hook(name_micro_batch)  # type: ignore[no-untyped-call]
 
     def _forget_backward(self) -> None:
-        self._backward = _NO_BACKWARD
+        self._backward = None
 
 
-class _NoBackward:
-    """No backward is running that a hook has announced (None would mean: one of a forward that routed live)."""
+class _Live:
+    """Stands for a forward that routed live, so that its recompute does as well."""
 
 
-_NO_BACKWARD = _NoBackward()
+_LIVE = _Live()
+_WAITING_FORWARDS = 8  # of a handle: a wrong set-up shows at once
+_MOST_UNJUDGED = 16
 
 
 def _check_complete(samples: Sequence[RolloutSample]) -> None:
@@ -228,6 +269,21 @@ def _check_complete(samples: Sequence[RolloutSample]) -> None:
                 f"{len(missing)} of {sample.num_tokens} rows have no record",
                 where=f"sample {sample.sample_id!r}, token {int(missing[0])}",
                 remedy='collect the sample again, or attach with on_missing="live"',
+            )
+
+
+def _check_zero_experts(samples: Sequence[RolloutSample]) -> None:
+    """vLLM returns id 0 in place of each zero-computation expert. A token takes several of those as a rule, so a sample in
+    which id 0 never repeats has the experts' own ids."""
+    for sample in samples:
+        ids = np.sort(sample.routes.ids, axis=-1)
+        repeated = np.argwhere((ids[..., 1:] == ids[..., :-1]).any(axis=-1) & sample.routes.recorded)
+        if len(repeated):
+            raise ReplayError(
+                "the zero-computation experts of this model were recorded as expert 0: which were chosen is lost",
+                where=f"sample {sample.sample_id!r}, token {int(repeated[0, 1])}, MoE layer {int(repeated[0, 0])}",
+                remedy="replay the trainer's own choice instead (replay.record), or routes of an engine that returns the "
+                "ids of zero experts",
             )
 
 

@@ -10,12 +10,12 @@ none (prompt tokens). `loss_mask[t]` marks the tokens that the rollout sampled a
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from r3.errors import SampleError
 from r3.routes import Mask, Routes
@@ -89,6 +89,14 @@ class RolloutSample:
                 where=where,
                 expected="[T] int32 or int64",
                 got=f"{list(self.tokens.shape)} {self.tokens.dtype}",
+            )
+        if self.tokens.min(initial=0) < 0:
+            raise SampleError(
+                "a token id is negative",
+                where=f"{where}: token {int(self.tokens.argmin())}",
+                expected="ids of the vocabulary, from 0",
+                got=int(self.tokens.min()),
+                remedy="give the ids that the engine read, also at the places of images and padding",
             )
         num_tokens = len(self.tokens)
         for name, dtype in (("rollout_logprobs", np.float32), ("loss_mask", np.bool_), ("weight_version", np.int32)):
@@ -184,5 +192,9 @@ def narrow_tokens(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def token_digest(tokens: npt.NDArray[Any]) -> str:
-    """SHA-256 (hex) of the ids as little-endian int64: the same whatever dtype they were stored in."""
-    return hashlib.sha256(np.ascontiguousarray(tokens, "<i8").tobytes()).hexdigest()
+    """XXH3 (128 bit, seed 0) of the ids as little-endian int64: the same whatever dtype they were stored in.
+
+    Tells which tokens a record belongs to, against mistakes and not against an adversary; SHA-256 took 30 times as long,
+    a twentieth of the time of writing a shard.
+    """
+    return "xxh3_128:" + xxhash.xxh3_128_hexdigest(np.ascontiguousarray(tokens, "<i8").data)

@@ -1,67 +1,51 @@
-"""Shard format 1: one RolloutSample in one self-describing safetensors file. Specified in docs/shard-format.md.
+"""Shard: one RolloutSample in one self-describing safetensors file. Specified in docs/shard-format.md.
 
-Four verbs, as in safetensors itself: `save` and `load` for bytes, `save_file` and `load_file` for files. Contract: a
-shard is complete or absent (temporary name, flush, fsync, rename); every tensor carries a checksum; a reader of version
-1 refuses another version by name; `safetensors.safe_open` alone can read it.
+Four verbs, as in safetensors itself: `save` and `load` for bytes, `save_file` and `load_file` for files; and `open_file`
+for who needs some layers or some tokens. Contract: a shard is complete or absent (temporary name, flush, fsync, rename);
+every byte of it is under a checksum; a reader of version 1 refuses another version by name; `safetensors.safe_open`
+alone can read it.
 
-Routes dominate: 48 layers, top-8 of 128 experts are 384 bytes a token, everything else 14.
+A path with `://` in it is read through fsspec (`pip install "r3-replay[remote]"`): `s3://bucket/run/a.safetensors`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
-import socket
-import uuid
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import safetensors
-import safetensors.numpy
-import xxhash
 
-from r3.errors import R3Error, ShardError, StoreError
-from r3.routes import Routes
-from r3.sample import Provenance, RolloutSample, token_digest
+from r3 import container, format1
+from r3.errors import ShardError, SpecError
+from r3.files import TEMPORARY as TEMPORARY
+from r3.files import Ranges, open_ranges
+from r3.files import write_atomically as write_atomically
+from r3.routes import Mask, Routes
+from r3.sample import RolloutSample
 from r3.spec import RoutingSpec
 
-FORMAT, VERSION = "r3", "1"
 SUFFIX = ".safetensors"
-TEMPORARY = ".r3-tmp."  # prefix of files that are being written; nothing ever reads them
 
-_TENSORS = ("routed_experts", "recorded", "tokens", "rollout_logprobs", "loss_mask", "weight_version")
+Where = str | os.PathLike[str]
 
 
 def save(sample: RolloutSample) -> bytes:
-    """The bytes of a shard."""
-    tensors = {
-        "routed_experts": sample.routes.ids,
-        "recorded": sample.routes.recorded,
-        "tokens": sample.tokens,
-        "rollout_logprobs": sample.rollout_logprobs,
-        "loss_mask": sample.loss_mask,
-        "weight_version": sample.weight_version,
-    }
-    tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    return safetensors.numpy.save(tensors, _metadata(sample, tensors))
+    """The bytes of a shard; the same sample always gives the same bytes."""
+    return b"".join(_pieces(sample))
 
 
-def load(data: bytes, *, verify: bool = True, where: str = "shard") -> RolloutSample:
+def load(data: bytes | bytearray, *, verify: bool = True, where: str = "shard") -> RolloutSample:
     """The sample in the bytes of a shard.
 
     Raises:
         ShardError: not a shard, another version, or damaged.
     """
-    try:
-        metadata = _header(data).get("__metadata__", {})
-        tensors = safetensors.numpy.load(data)
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(where, error) from None
-    return _assemble(metadata, tensors, verify, where)
+    return _decode(np.frombuffer(bytearray(data), np.uint8), verify, where)
 
 
 def save_file(sample: RolloutSample, path: str | os.PathLike[str], *, fsync: bool = True) -> None:
@@ -74,187 +58,184 @@ def save_file(sample: RolloutSample, path: str | os.PathLike[str], *, fsync: boo
     Raises:
         StoreError: the file cannot be written (no space, no permission); nothing is left behind.
     """
-    write_atomically(Path(path), save(sample), fsync=fsync)
+    write_atomically(Path(path), _pieces(sample), fsync=fsync)
 
 
-def load_file(path: str | os.PathLike[str], *, verify: bool = True) -> RolloutSample:
+def load_file(path: Where, *, verify: bool = True) -> RolloutSample:
     """Read a shard.
 
     Args:
-        verify: Compare every tensor with its checksum.
+        path: A file, or a URL.
+        verify: Compare every tensor with its checksum. The header always is.
 
     Raises:
         ShardError: no such file, not a shard, another version, or damaged.
     """
-    where = str(path)
+    with contextlib.closing(open_ranges(path)) as ranges:
+        data = ranges.whole()
+    return _decode(data, verify, str(path))
+
+
+def read_metadata(path: Where) -> dict[str, str]:
+    """The metadata of a shard of a known version, without its tensors: reads 4 KB."""
+    with open_file(path) as file:
+        return file.metadata
+
+
+def open_file(path: Where) -> ShardFile:
+    """A shard of which only the head is read now, and what is asked for later. Close it, or use it as a context.
+
+    Raises:
+        ShardError: no such file, not a shard, another version, or damaged.
+    """
+    return ShardFile(open_ranges(path), str(path))
+
+
+class ShardFile:
+    """An open shard.
+
+        with shard.open_file(path) as file:
+            mine = file.routes(layers=slice(12, 24))              # a pipeline stage's
+            part = file.routes(layers=slice(12, 24), tokens=slice(0, 2048))
+
+    The head (one read of 4 KB for usual shards) is verified when it is opened. `routes` reads exactly the bytes asked for.
+
+    Attributes:
+        metadata: All of it, as strings.
+        spec: The routing of the model that sampled.
+        num_tokens: T.
+        recorded, loss_mask: [T] bool.
+        weight_version: [T] int32.
+    """
+
+    def __init__(self, ranges: Ranges, where: str) -> None:
+        self._ranges, self._where = ranges, where
+        try:
+            self._open()
+        except BaseException:
+            ranges.close()
+            raise
+
+    def _open(self) -> None:
+        head = self._ranges.head(container.HEAD)
+        try:
+            size = container.header_size(head)
+            if size > len(head):
+                head = self._ranges.head(size)
+            header = container.parse(head)
+        except ValueError as error:
+            raise _unreadable(self._where, error) from None
+        if self._ranges.size is not None and self._ranges.size != header.end:
+            raise _unreadable(self._where, f"{self._ranges.size} bytes, where its header says {header.end}")
+        format1.check_header(header, self._where)
+        self.metadata, self._entries = header.metadata, header.entries
+        try:
+            self.spec = RoutingSpec.from_json(self.metadata["spec"])
+        except (KeyError, SpecError) as error:
+            raise ShardError(f"a shard without a routing spec ({error})", where=self._where) from None
+        shape, spans = self._entries["routed_experts"].shape, self._entries["spans"]
+        if (shape[0], shape[2]) != (self.spec.num_moe_layers, self.spec.top_k):
+            raise ShardError(
+                "routed_experts do not fit the spec", where=self._where, expected=self.spec.brief(), got=list(shape)
+            )
+        self.num_tokens = shape[1]
+        table = spans.of(np.frombuffer(head, np.uint8)) if spans.end <= len(head) else self._read("spans")
+        format1.verify_parts(self.metadata, "spans", {0: table}, self._where)
+        try:
+            columns = format1.unpack_spans(table, self.num_tokens)
+        except ShardError as error:
+            raise error.at(self._where) from None
+        self.recorded: Mask = columns["recorded"] != 0
+        self.loss_mask: Mask = columns["loss_mask"] != 0
+        self.weight_version = columns["weight_version"]
+
+    def __enter__(self) -> ShardFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._ranges.close()
+
+    def tokens(self) -> npt.NDArray[Any]:
+        """[T] int32 or int64, verified."""
+        array = self._read("tokens")
+        format1.verify_parts(self.metadata, "tokens", {0: array}, self._where)
+        return format1.token_ids(array)
+
+    def routes(
+        self,
+        layers: slice | Sequence[int] = slice(None),
+        tokens: slice = slice(None),
+        *,
+        verify: bool | None = None,
+    ) -> Routes:
+        """The routes of some MoE layers (by position on the layer axis, as in `Routes.layers`) and a range of tokens.
+
+        Args:
+            layers: Positions; consecutive ones are one read.
+            tokens: A slice with step 1.
+            verify: Checksums are of whole layers. By default they are compared where whole layers are read; True
+                reads whole layers for it, False compares none.
+
+        Raises:
+            ShardError: damaged, or cut.
+            IndexError: no such layer.
+        """
+        entry = self._entries["routed_experts"]
+        num_layers, num_tokens, top_k = entry.shape
+        which = list(range(num_layers)[layers]) if isinstance(layers, slice) else [range(num_layers)[i] for i in layers]
+        start, stop, step = tokens.indices(num_tokens)
+        if step != 1:
+            raise ValueError(f"tokens are read as a range, with step 1, not {step}")
+        stop = max(start, stop)
+        whole = (start, stop) == (0, num_tokens)
+        if verify and not whole:
+            all_tokens = self.routes(layers, verify=True)
+            return Routes(all_tokens.ids[:, start:stop].copy(), all_tokens.recorded[start:stop])
+        ids = np.empty((len(which), stop - start, top_k), entry.dtype)
+        row = top_k * entry.dtype.itemsize
+        cuts = [i for i in range(len(which)) if not whole or i == 0 or which[i] != which[i - 1] + 1]
+        self._ranges.fill(
+            [
+                (entry.begin + (which[first] * num_tokens + start) * row, container.bytes_of(ids[first:last]))
+                for first, last in zip(cuts, [*cuts, len(which)][1:], strict=True)
+            ]
+        )
+        if whole and verify is not False:
+            format1.verify_parts(self.metadata, "routed_experts", dict(zip(which, ids, strict=True)), self._where)
+        return Routes(ids, self.recorded[start:stop])
+
+    def _read(self, name: str) -> npt.NDArray[Any]:
+        entry = self._entries[name]
+        array = np.empty(math.prod(entry.shape), entry.dtype)
+        self._ranges.fill([(entry.begin, container.bytes_of(array))])
+        return array.reshape(entry.shape)
+
+
+def _pieces(sample: RolloutSample) -> list[memoryview]:
+    return container.pack(*format1.encode(sample), format1.LAYERED)
+
+
+def _decode(data: npt.NDArray[np.uint8], verify: bool, where: str) -> RolloutSample:
+    head = data.data
     try:
-        with safetensors.safe_open(where, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        header = container.parse(head)
+        if header.end != len(data):
+            raise ValueError(f"{len(data)} bytes, where its header says {header.end}")
+    except ValueError as error:
         raise _unreadable(where, error) from None
-    return _assemble(metadata, tensors, verify, where)
+    format1.check_header(header, where)
+    tensors = {name: entry.of(data) for name, entry in header.entries.items()}
+    if verify:
+        format1.verify(header.metadata, tensors, where)
+    return format1.decode(header.metadata, tensors, where)
 
 
-def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The metadata of a shard of a known version, without its tensors."""
-    where = str(path)
-    try:
-        with safetensors.safe_open(where, framework="numpy") as file:
-            metadata = dict(file.metadata() or {})
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise _unreadable(where, error) from None
-    _check_version(metadata, where)
-    return metadata
-
-
-def write_atomically(path: Path, data: bytes, *, fsync: bool = True) -> None:
-    """Write `data` under a temporary name in the same directory, then rename. See `save_file`."""
-    temporary = path.with_name(f"{TEMPORARY}{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            if fsync:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-        if fsync:
-            _fsync_directory(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise StoreError(
-            f"cannot write a shard ({error.strerror or error})",
-            where=str(path),
-            expected=f"room and permission for {len(data)} bytes",
-            remedy="free or enlarge the disk, or choose another directory; shards already written are complete",
-        ) from error
-    except BaseException:  # Ctrl-C between write and rename
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _metadata(sample: RolloutSample, tensors: dict[str, npt.NDArray[Any]]) -> dict[str, str]:
-    provenance = asdict(sample.provenance)
-    provenance["extra"] = json.dumps(provenance["extra"], sort_keys=True)
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "sample_id": sample.sample_id,
-        "group_id": sample.group_id,
-        "spec": sample.spec.to_json(),
-        "prompt_length": str(sample.prompt_length),
-        "token_digest": sample.token_digest,
-        **{name: value if isinstance(value, str) else repr(value) for name, value in provenance.items()},
-        **{f"checksum.{name}": _checksum(array) for name, array in tensors.items()},
-    }
-
-
-def _checksum(array: npt.NDArray[Any]) -> str:
-    return "xxh3_64:" + xxhash.xxh3_64_hexdigest(array.data.cast("B") if array.size else b"")
-
-
-def _header(data: bytes) -> dict[str, Any]:
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    if not isinstance(header, dict):
-        raise ValueError("the header is not an object")
-    return header
-
-
-def _unreadable(where: str, error: Exception) -> ShardError:
-    if isinstance(error, FileNotFoundError):
-        return ShardError("no such shard", where=where)
+def _unreadable(where: str, reason: object) -> ShardError:
     return ShardError(
-        f"not a readable shard ({str(error).strip()})",
+        f"not a readable shard ({reason})",
         where=where,
         remedy="the file was not written by r3, or was cut or damaged afterwards; delete it and collect the sample again",
     )
-
-
-def _check_version(metadata: dict[str, str], where: str) -> None:
-    if metadata.get("format") != FORMAT:
-        raise ShardError(
-            "a safetensors file, but not a shard of routed experts",
-            where=where,
-            expected="metadata format=r3",
-            got=f"format={metadata.get('format')!r}",
-        )
-    if metadata.get("version") != VERSION:
-        raise ShardError(
-            "this shard is of another format version",
-            where=where,
-            expected=f"version {VERSION}",
-            got=f"version {metadata.get('version')}",
-            remedy="read it with the r3 that wrote it, or a later one",
-        )
-
-
-def _assemble(
-    metadata: dict[str, str], tensors: dict[str, npt.NDArray[Any]], verify: bool, where: str
-) -> RolloutSample:
-    _check_version(metadata, where)
-    missing = [name for name in _TENSORS if name not in tensors]
-    if missing:
-        raise ShardError(
-            "a shard without all of its tensors", where=where, expected=list(_TENSORS), got=sorted(tensors)
-        )
-    try:
-        if verify:
-            _verify(metadata, tensors, where)
-        values = {name: metadata[name] for name in asdict(Provenance())}
-        return RolloutSample(
-            sample_id=metadata["sample_id"],
-            group_id=metadata["group_id"],
-            spec=RoutingSpec.from_json(metadata["spec"]),
-            tokens=tensors["tokens"],
-            routes=Routes(tensors["routed_experts"], tensors["recorded"]),
-            prompt_length=int(metadata["prompt_length"]),
-            rollout_logprobs=tensors["rollout_logprobs"],
-            loss_mask=tensors["loss_mask"],
-            weight_version=tensors["weight_version"],
-            provenance=Provenance(
-                **{
-                    **values,
-                    "temperature": float(values["temperature"]),
-                    "top_p": float(values["top_p"]),
-                    "top_k": int(values["top_k"]),
-                    "extra": json.loads(values["extra"]),
-                }
-            ),
-        )
-    except KeyError as error:
-        raise ShardError("the metadata of this shard is not complete", where=where, expected=error.args[0]) from None
-    except ShardError:
-        raise
-    except (R3Error, ValueError, TypeError) as error:
-        raise ShardError(f"the parts of this shard do not fit each other: {error}", where=where) from None
-
-
-def _verify(metadata: dict[str, str], tensors: dict[str, npt.NDArray[Any]], where: str) -> None:
-    for name in _TENSORS:
-        expected, got = metadata[f"checksum.{name}"], _checksum(tensors[name])
-        if expected != got:
-            raise ShardError(
-                "damaged: a tensor does not match its checksum",
-                where=f"{where}: {name}",
-                expected=expected,
-                got=got,
-                remedy="delete the file and collect the sample again; check the disk",
-            )
-    if metadata["token_digest"] != token_digest(tensors["tokens"]):
-        raise ShardError(
-            "the tokens are not those that the routes were recorded for",
-            where=where,
-            expected=metadata["token_digest"],
-            got=token_digest(tensors["tokens"]),
-        )

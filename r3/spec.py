@@ -5,20 +5,21 @@ first layer shifts every MoE layer by one (the most expensive bug of the field: 
 
 Contract: layers are *global decoder-layer indices* from 0, dense layers included in the count. Experts are *logical*
 ids from 0, shared experts and expert-parallel placement excluded. A family whose pattern is not known is refused by
-name; nothing is guessed.
+name; nothing is guessed. The names and patterns of the families are in `r3.families`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from r3.errors import SpecError
+from r3.families import FAMILIES, MEGATRON, UNTOLD, numbers
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,14 @@ class RoutingSpec:
     Attributes:
         num_layers: Decoder layers in all, dense ones included, multi-token-prediction layers not.
         moe_layers: Global indices of the layers that have a router, ascending.
-        num_experts: Routed (logical) experts per MoE layer, E.
+        num_experts: Experts that a router scores, E: the routed (logical) ones, then the zero-computation ones.
         top_k: Experts per token, K.
         model_type: The family's name, for messages.
+        zero_experts: How many of the E experts, the last ones, compute nothing (LongCat's identity experts): ids
+            E - zero_experts..E - 1. A trainer's own record has these ids. vLLM returns id 0 in their place, so an id 0 may
+            repeat within a token there, and which zero expert was chosen, or whether it was expert 0, is lost.
+        hash_layers: Decoder layers whose experts are looked up by token id (DeepSeek-V4). There is no choice to replay,
+            so they are not in `moe_layers`; an engine may still return ids for them.
 
     Raises:
         SpecError: if the numbers cannot describe a model.
@@ -41,9 +47,12 @@ class RoutingSpec:
     num_experts: int
     top_k: int
     model_type: str = ""
+    zero_experts: int = 0
+    hash_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "moe_layers", tuple(int(layer) for layer in self.moe_layers))
+        object.__setattr__(self, "hash_layers", tuple(int(layer) for layer in self.hash_layers))
         layers = self.moe_layers
         if not layers:
             raise SpecError(
@@ -56,6 +65,19 @@ class RoutingSpec:
                 "moe_layers must be ascending, distinct decoder-layer indices",
                 expected=f"indices in 0..{self.num_layers - 1}",
                 got=list(layers),
+            )
+        both = set(layers) & set(self.hash_layers)
+        if both or any(not 0 <= layer < self.num_layers for layer in self.hash_layers):
+            raise SpecError(
+                "hash_layers must be decoder layers that are not in moe_layers",
+                expected=f"indices in 0..{self.num_layers - 1}",
+                got=f"moe_layers={list(layers)}, hash_layers={list(self.hash_layers)}",
+            )
+        if not 0 <= self.zero_experts < self.num_experts:
+            raise SpecError(
+                "zero_experts must be some of the experts, not all of them",
+                expected=f"0..{self.num_experts - 1}",
+                got=self.zero_experts,
             )
         if not 1 <= self.top_k <= self.num_experts <= 65536:
             raise SpecError(
@@ -78,7 +100,12 @@ class RoutingSpec:
         return self.num_moe_layers * self.top_k * self.dtype.itemsize
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        """JSON of one line. Fields that few models have are left out where they are empty, so that older readers read it."""
+        fields = asdict(self)
+        for rare in ("zero_experts", "hash_layers"):
+            if not fields[rare]:
+                del fields[rare]
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> RoutingSpec:
@@ -91,40 +118,33 @@ class RoutingSpec:
 
     @classmethod
     def from_config(cls, source: Any) -> RoutingSpec:
-        """The spec of a transformers model.
+        """The spec of a model, from whatever configuration is at hand.
 
         Args:
             source: A transformers config object (a nested text config is found), its dict, or a model directory or
-                `config.json`. A dict or a path is read through transformers, whose defaults complete it.
+                `config.json`; vLLM's `ModelConfig` or `VllmConfig`; or Megatron-core's `TransformerConfig`. A dict or a
+                path is read through transformers, whose defaults complete it.
 
         Raises:
-            SpecError: if the family is dense or its layer pattern is not known here.
+            SpecError: if the family is dense, its layer pattern is not known here, or its layers differ from each other
+                in experts or top-k.
         """
         config = _text_config(_load(source))
-        family = str(getattr(config, "model_type", type(config).__name__))
-        if family not in _FAMILIES:
+        if hasattr(config, "num_moe_experts") and hasattr(config, "moe_router_topk"):
+            return cls(**numbers(config, "megatron", MEGATRON))
+        family = family_of(config)
+        if family not in FAMILIES:
+            reason = f": {UNTOLD[family]}" if family in UNTOLD else ""
             raise SpecError(
-                f"the routing of model family {family!r} is not known",
-                expected=f"one of {', '.join(sorted(_FAMILIES))}",
+                f"the routing of model family {family!r} is not known{reason}",
+                expected=f"one of {', '.join(sorted(FAMILIES))}",
                 remedy="write the spec by hand: RoutingSpec(num_layers=..., moe_layers=..., num_experts=..., top_k=...)",
             )
-        num_experts, top_k, routes = _FAMILIES[family]
-        experts, k = getattr(config, num_experts, None), getattr(config, top_k, None)
-        if not isinstance(experts, int) or not isinstance(k, int):
-            raise SpecError(
-                f"the {family} config does not say how it routes",
-                expected=f"integers {num_experts} and {top_k}",
-                got=f"{num_experts}={experts!r}, {top_k}={k!r}",
-                remedy="check that this is the mixture-of-experts variant of the model",
-            )
-        num_layers = int(config.num_hidden_layers)
-        moe_layers = tuple(i for i in range(num_layers) if routes(config, i))
-        return cls(num_layers, moe_layers, experts, k, family)
+        return cls(**numbers(config, family, FAMILIES[family]))
 
     def require_same(self, other: RoutingSpec, where: str) -> None:
         """Raise unless `other` routes alike (the family's name may differ)."""
-        mine, theirs = ((s.num_layers, s.moe_layers, s.num_experts, s.top_k) for s in (self, other))
-        if mine != theirs:
+        if replace(self, model_type="") != replace(other, model_type=""):
             raise SpecError(
                 "the routing differs from what is expected here", where=where, expected=self.brief(), got=other.brief()
             )
@@ -132,7 +152,18 @@ class RoutingSpec:
     def brief(self) -> str:
         """One line for messages: `8 of 8 layers route, top-4 of 32 experts (qwen3_moe)`."""
         name = f" ({self.model_type})" if self.model_type else ""
-        return f"{self.num_moe_layers} of {self.num_layers} layers route, top-{self.top_k} of {self.num_experts} experts{name}"
+        zero = f", {self.zero_experts} of them zero-computation" if self.zero_experts else ""
+        hashed = f", {len(self.hash_layers)} more by token id" if self.hash_layers else ""
+        return (
+            f"{self.num_moe_layers} of {self.num_layers} layers route{hashed}, "
+            f"top-{self.top_k} of {self.num_experts} experts{zero}{name}"
+        )
+
+
+def family_of(config: Any) -> str:
+    """The `model_type` of a config's text part, by which the families are known."""
+    config = _text_config(config)
+    return str(getattr(config, "model_type", type(config).__name__))
 
 
 def _load(source: Any) -> Any:
@@ -174,39 +205,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _text_config(config: Any) -> Any:
+    config = getattr(config, "model_config", config)  # vLLM's VllmConfig
+    config = getattr(config, "hf_text_config", config)  # vLLM's ModelConfig
     get = getattr(config, "get_text_config", None)
     return get(decoder=True) if callable(get) else config
-
-
-def _every_layer(_config: Any, _layer: int) -> bool:
-    return True
-
-
-def _sparse_step(config: Any, layer: int) -> bool:
-    return layer not in (config.mlp_only_layers or ()) and (layer + 1) % config.decoder_sparse_step == 0
-
-
-def _dense_first(config: Any, layer: int) -> bool:
-    return bool(layer >= config.first_k_dense_replace)
-
-
-def _mlp_layer_types(config: Any, layer: int) -> bool:
-    return bool(config.mlp_layer_types[layer] == "sparse")
-
-
-# family: (attribute of the expert count, attribute of top-k, does decoder layer i route?)
-# Each line is proved against the live model in tests/test_spec.py; a family without that proof does not stand here.
-_FAMILIES: dict[str, tuple[str, str, Callable[[Any, int], bool]]] = {
-    "deepseek_v2": ("n_routed_experts", "num_experts_per_tok", _dense_first),
-    "deepseek_v3": ("n_routed_experts", "num_experts_per_tok", _dense_first),
-    "flex_olmo": ("num_experts", "num_experts_per_tok", _every_layer),
-    "glm4_moe": ("n_routed_experts", "num_experts_per_tok", _dense_first),
-    "glm4_moe_lite": ("n_routed_experts", "num_experts_per_tok", _mlp_layer_types),
-    "gpt_oss": ("num_local_experts", "num_experts_per_tok", _every_layer),
-    "minimax_m2": ("num_local_experts", "num_experts_per_tok", _every_layer),
-    "mixtral": ("num_local_experts", "num_experts_per_tok", _every_layer),
-    "olmoe": ("num_experts", "num_experts_per_tok", _every_layer),
-    "qwen2_moe": ("num_experts", "num_experts_per_tok", _sparse_step),
-    "qwen3_moe": ("num_experts", "num_experts_per_tok", _sparse_step),
-    "qwen3_next": ("num_experts", "num_experts_per_tok", _sparse_step),
-}

@@ -25,6 +25,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import orjson
 
 from r3 import wire
+from r3.engines import Context
 from r3.errors import ConfigError, EngineError, PromptError, R3Error, StoreError
 from r3.rollout.client import Retry, VllmClient
 from r3.rollout.preflight import EngineInfo
@@ -245,13 +246,25 @@ class _Collection:
             prompt_tokens=completion.prompt_token_ids,
             response_tokens=completion.token_ids,
             response_logprobs=completion.logprobs,
-            routes=wire.decode_vllm(completion.routed_experts, spec, num_tokens=num_tokens, where=where),
+            routes=wire.decode_vllm(
+                completion.routed_experts, spec, num_tokens=num_tokens, where=where, context=self._context(completion)
+            ),
             weight_version=self.weight_version,
             provenance=self._provenance(task.prompt, completion.finish_reason),
         )
         if task.sample_id in self.store:  # another collector on the same store was faster; its sample is as good
             return 0
         return self.store.add(sample, fsync=self.fsync).stat().st_size
+
+    def _context(self, completion: Completion) -> Context:
+        return Context(
+            engine=self.engine.engine,
+            version=self.engine.engine_version,
+            channel="http",
+            finish_reason=completion.finish_reason,
+            stream=False,
+            prompt_tokens=len(completion.prompt_token_ids),
+        )
 
     def _give_up(self, task: _Task, error: R3Error) -> None:
         self.failures.append(Failure(task.sample_id, error))

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from r3 import wire
+from r3.engines import Context
 from r3.errors import ConfigError, EngineError
 from r3.fingerprint import model_fingerprint
 from r3.sample import UNKNOWN_VERSION, Provenance, RolloutSample
@@ -86,10 +85,7 @@ def _sample(
         raise EngineError(
             "this completion is not whole", where=where, expected="stop or length", got=completion.finish_reason
         )
-    if getattr(output, "prompt_routed_experts", None) is not None:
-        raise EngineError(
-            "vLLM 0.21 splits routes in a way that loses layers", where=where, remedy="use vLLM 0.22 or later"
-        )
+    prompt_rows = getattr(output, "prompt_routed_experts", None)  # vLLM 0.21 alone
     rows = getattr(completion, "routed_experts", None)
     if rows is None:
         raise EngineError(
@@ -110,6 +106,18 @@ def _sample(
         )
     prompt, tokens = list(output.prompt_token_ids), list(completion.token_ids)
     logprobs = [entry[token].logprob for token, entry in zip(tokens, completion.logprobs, strict=False)]
+    request: wire.Request = {
+        "num_tokens": len(prompt) + len(tokens),
+        "where": where,
+        "context": Context(
+            engine="vllm",
+            version=provenance.engine_version,
+            channel="offline",
+            finish_reason=str(completion.finish_reason),
+            prompt_tokens=len(prompt),
+            cached_tokens=getattr(output, "num_cached_tokens", None),
+        ),
+    }
     return RolloutSample.from_rollout(
         sample_id=sample_id,
         group_id=group_id,
@@ -117,7 +125,9 @@ def _sample(
         prompt_tokens=prompt,
         response_tokens=tokens,
         response_logprobs=logprobs,
-        routes=wire.routes_from_rows(np.asarray(rows), spec, num_tokens=len(prompt) + len(tokens), where=where),
+        routes=wire.routes_from_rows(rows, spec, **request)
+        if prompt_rows is None
+        else wire.decode_vllm_021(prompt_rows, rows, spec, **request),
         weight_version=weight_version,
         provenance=replace(provenance, finish_reason=str(completion.finish_reason)),
     )

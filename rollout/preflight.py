@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,29 +20,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from r3.engines import known_defects, parse_version
 from r3.errors import EngineError
 from r3.fingerprint import model_fingerprint
 from r3.rollout.client import new_session
 from r3.rollout.probe import call, probe
 from r3.spec import RoutingSpec
-
-# (from, before, refuse, what): defects that concern an HTTP client; reference: vLLM's own issues and changelogs.
-_VERSIONS: tuple[tuple[tuple[int, ...], tuple[int, ...], bool, str], ...] = (
-    ((0,), (0, 21), True, "it has no routed experts over HTTP"),
-    ((0, 21), (0, 22), True, "its routes have their own format, miscount layers and are zero on prefix-cache hits"),
-    (
-        (0, 22),
-        (0, 25, 2),
-        False,
-        "with MTP speculative decoding its draft overwrites the routes of layer 0 (fixed in 0.26)",
-    ),
-    (
-        (0, 31),
-        (0, 33),
-        False,
-        "it fails a request whose prefix-cache block was evicted (BlockObjectStoreError; fixed in 0.33)",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -138,29 +120,27 @@ def normalize_url(url: str) -> str:
 
 
 def check_version(version: str, url: str) -> tuple[str, ...]:
-    """Warnings about a vLLM version.
+    """Warnings about a vLLM version, from the table of `r3.engines`.
 
     Raises:
         EngineError: it cannot return routes over HTTP.
     """
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version)
-    if match is None or "dev" in version:
+    if parse_version(version) is None:
         return (
             f"{url}: vLLM {version or '(no version)'} is a development version: its known defects could not be looked up",
         )
-    number = tuple(int(part or 0) for part in match.groups())
     warnings = []
-    for begin, end, refuse, what in _VERSIONS:
-        if begin <= number < end:
-            if refuse:
-                raise EngineError(
-                    f"vLLM {version} cannot be used: {what}",
-                    where=url,
-                    expected="vLLM 0.22 or later",
-                    got=version,
-                    remedy="upgrade the server; 0.28 or later is best",
-                )
-            warnings.append(f"{url}: vLLM {version}: {what}")
+    for defect in known_defects("vllm", version, "http"):
+        if defect.action == "refuse":
+            raise EngineError(
+                f"vLLM {version} cannot be used: {defect.what}",
+                where=url,
+                expected="vLLM 0.22 or later",
+                got=version,
+                remedy=f"{defect.remedy} (on the server)",
+            )
+        if defect.action == "warn":
+            warnings.append(f"{url}: vLLM {version}: {defect.what}; {defect.remedy}")
     return tuple(warnings)
 
 

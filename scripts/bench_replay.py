@@ -3,13 +3,15 @@
     python scripts/bench_replay.py            # on a GPU if there is one
 
 Pairs of runs, live and replayed in alternating order, in one process; the table shows the median of the ratios and their
-quartiles, so that a machine that slows down halfway slows both. Weights and routes are random: neither changes the work.
+quartiles, so that a machine that slows down halfway slows both. On a CPU one thread runs and its processor time counts, so
+that neighbours do not. Weights and routes are random: neither changes the work.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Annotated
 
 import numpy as np
@@ -20,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from r3 import RolloutSample, Routes, RoutingSpec
+from r3.microbatch import MicroBatch, TokenCheck
 from r3.trainers.transformers import attach, detach, right_padded
 
 
@@ -35,6 +38,8 @@ def main(
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
     config = transformers.Qwen3MoeConfig(
         vocab_size=512,
         hidden_size=hidden,
@@ -60,35 +65,72 @@ def main(
         model(input_ids, attention_mask=mask, use_cache=False).logits.float().logsumexp(-1).mean().backward()
         model.zero_grad()
 
-    replay = attach(model)
     gate, hidden_states = model.model.layers[0].mlp.gate, torch.randn(samples * tokens, hidden, device=device)
 
     def router() -> None:
         for _ in range(20):
             gate(hidden_states)
 
+    replay = attach(model)
+
     def replayed_step() -> None:
         with replay.micro_batch(batch, layout, input_ids):
             step()
 
-    router_ratios, setup_ratios = [], []
-    for _ in range(pairs):
-        live_step = timed(step, device)
-        live_router = timed(router, device)
-        block = replay.micro_batch(batch, layout, input_ids)
-        setup_ratios.append(timed(block.__enter__, device) / live_step)
-        router_ratios.append(timed(router, device) / live_router)
-        step()  # the forward that the block must see
-        block.__exit__(None, None, None)
-    results = {
-        "router forward, replay / live": np.array(router_ratios),
-        "micro-batch set-up / live training step": np.array(setup_ratios),
-        "training step, replay / live": paired(replayed_step, step, pairs, device),
-    }
+    def ratios(of: Callable[[], None], to: Callable[[], None]) -> np.ndarray:
+        return paired(of, to, pairs, device)
+
+    results = {}
+    for name, least in (
+        ("", 0.0),
+        (", agreement compared", 1e-9),
+    ):  # random routes agree by chance: compare, never raise
+        replay.min_agreement = least
+        results[f"router forward, replay / live{name}"] = replayed_router(
+            replay.micro_batch(batch, layout, input_ids), router, step, pairs, device
+        )
+        results[f"training step, replay / live{name}"] = ratios(replayed_step, step)
+    results["training step, live / live again"] = ratios(step, step)
+
+    def set_up() -> None:
+        MicroBatch(batch, layout, spec, device, min_agreement=1e-9)
+        TokenCheck(batch, layout, input_ids)
+
+    results["set-up of a micro-batch / training step"] = ratios(set_up, step)
+    idle = []
+    for i in range(pairs):
+        for attached in (True, False) if i % 2 else (False, True):
+            detach(model)
+            if attached:
+                attach(model)
+            idle.append((attached, timed(step, device)))
+    times = {attached: np.array([t for a, t in idle if a == attached]) for attached in (True, False)}
+    results["training step, attached and idle / not attached"] = times[True] / times[False]
     detach(model)
     print_table(
         results, f"{device}, {samples} x {tokens} tokens, {layers} layers, top-{top_k} of {experts}, hidden {hidden}"
     )
+    size = spec.num_moe_layers * layout.num_positions * spec.top_k * spec.dtype.itemsize
+    print(
+        f"routes on the device: {size:,} bytes a micro-batch; one layer widened: {layout.num_positions * spec.top_k * 8:,}"
+    )
+
+
+def replayed_router(
+    block: AbstractContextManager[MicroBatch],
+    router: Callable[[], None],
+    step: Callable[[], None],
+    pairs: int,
+    device: torch.device,
+) -> np.ndarray:
+    """A router is live outside the block and replayed inside; they cannot alternate, so live runs before and after."""
+    before = [timed(router, device) for _ in range(pairs)]
+    block.__enter__()
+    inside = [timed(router, device) for _ in range(pairs)]
+    step()  # the forward that the block must see
+    block.__exit__(None, None, None)
+    after = [timed(router, device) for _ in range(pairs)]
+    return np.array(inside) / (np.array(before) + np.array(after)) * 2
 
 
 def paired(a: Callable[[], None], b: Callable[[], None], pairs: int, device: torch.device) -> np.ndarray:
@@ -98,19 +140,21 @@ def paired(a: Callable[[], None], b: Callable[[], None], pairs: int, device: tor
     ratios = []
     for i in range(pairs):
         order = (a, b) if i % 2 else (b, a)
-        times = {run: timed(run, device) for run in order}
-        ratios.append(times[a] / times[b])
+        first, second = (timed(run, device) for run in order)
+        ratios.append(first / second if i % 2 else second / first)
     return np.array(ratios)
 
 
 def timed(work: Callable[[], None], device: torch.device) -> float:
     """Seconds of one call, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type == "cpu":
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+    torch.cuda.synchronize(device)
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 

@@ -43,7 +43,8 @@ class KnownScorer:
             if not replay:
                 ids[1] = [6, 7]
             elif self.broken is not None:
-                ids[self.broken[1], self.broken[0]] = ids[self.broken[1], self.broken[0], ::-1]
+                row = ids[self.broken[1], self.broken[0]]
+                row[0] = next(e for e in range(8) if e not in row)
             logprobs = np.nan_to_num(sample.rollout_logprobs, nan=-3) - (self.replay_gap if replay else self.live_gap)
             out.append(Scored(logprobs.astype(np.float32), ids))
         return out

@@ -77,11 +77,14 @@ def test_what_was_not_switched_on_is_told(changes: dict[str, Any], said: str) ->
     assert "sample '7.0'" in str(caught.value)
 
 
-def test_the_form_of_vllm_021_is_refused() -> None:
-    request = output()
-    request.prompt_routed_experts = np.zeros((4, 3, 2), np.int16)
-    with pytest.raises(EngineError, match=r"0\.21"):
-        samples_from_vllm_outputs([request], SPEC, provenance=PROVENANCE)
+def test_the_two_halves_of_vllm_021_are_joined() -> None:
+    whole = output()
+    rows = whole.outputs[0].routed_experts[:, list(SPEC.moe_layers)].astype(np.int16)
+    prompt_length = len(whole.prompt_token_ids)
+    split = output(routed_experts=rows[prompt_length:])
+    split.prompt_routed_experts = rows[:prompt_length]
+    (expected,), (got,) = (samples_from_vllm_outputs([each], SPEC, provenance=PROVENANCE) for each in (whole, split))
+    assert got.routes.equal(expected.routes)
 
 
 def test_routes_are_checked_as_on_the_wire() -> None:

@@ -5,69 +5,56 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import families
 import pytest
 import transformers
 
 from r3 import RoutingSpec
 from r3.errors import SpecError
-from r3.spec import _FAMILIES
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "shared_expert_intermediate_size": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "pad_token_id": 0,
-}
-# What makes some layers dense, where the family has such a setting.
-PATTERNS = {
-    "deepseek_v2": [{"first_k_dense_replace": 0}, {"first_k_dense_replace": 2}],
-    "deepseek_v3": [{"first_k_dense_replace": 0}, {"first_k_dense_replace": 3}],
-    "glm4_moe": [{"first_k_dense_replace": 1}],
-    "glm4_moe_lite": [{}, {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}],
-    "qwen2_moe": [{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 3]}],
-    "qwen3_moe": [{}, {"decoder_sparse_step": 2}, {"decoder_sparse_step": 2, "mlp_only_layers": [1]}],
-    "qwen3_next": [{}, {"mlp_only_layers": [2]}],
-}
+PATTERNS = [(family, pattern) for family in families.available() for pattern in families.PATTERNS.get(family, [{}])]
 
 
-@pytest.mark.parametrize(
-    ("family", "pattern"), [(family, pattern) for family in _FAMILIES for pattern in PATTERNS.get(family, [{}])]
-)
+@pytest.mark.parametrize(("family", "pattern"), PATTERNS)
 def test_spec_is_that_of_the_live_model(family: str, pattern: dict) -> None:
-    experts, top_k, _ = _FAMILIES[family]
-    kind = type(transformers.AutoConfig.for_model(family))
-    defaults = kind()
-    known = {name: value for name, value in TINY.items() if hasattr(defaults, name)}
-    config = kind(**{**known, experts: 8, top_k: 2, **pattern})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with_experts = tuple(
-        i
-        for i, layer in enumerate(model.model.layers)
-        if any(name.endswith("experts") for name, _ in layer.named_modules())
-    )
-
+    """The layers of the model are walked: a matrix with one row for each expert is a router, a table by token id is none."""
+    config = families.config(family, pattern)
     spec = RoutingSpec.from_config(config)
+    model = families.build(family, config)
+    decoders = [
+        layers
+        for name, layers in model.named_modules()
+        if name.rpartition(".")[2] in ("layers", "blocks") and len(layers) == families.NUM_LAYERS
+    ]
+    assert len(decoders) == 1
 
-    assert spec == RoutingSpec(4, with_experts, 8, 2, family)
-    assert pattern == {} or len(with_experts) < 4 or pattern == {"first_k_dense_replace": 0}
+    # Inkling's router scores its shared experts too, to normalise with them.
+    rows = spec.num_experts + (config.n_shared_experts if family == "inkling_text" else 0)
+
+    def has(layer, kind) -> bool:
+        return any(kind(name, tensor) for name, tensor in (*layer.named_parameters(), *layer.named_buffers()))
+
+    routed = [i for i, m in enumerate(decoders[0]) if has(m, lambda _, p: p.dim() == 2 and len(p) == rows)]
+    hashed = [i for i, m in enumerate(decoders[0]) if has(m, lambda name, _: name.endswith("tid2eid"))]
+
+    assert spec.num_layers == families.NUM_LAYERS
+    assert list(spec.moe_layers) == [i for i in routed if i not in hashed]
+    assert list(spec.hash_layers) == hashed
+    assert spec.num_experts - spec.zero_experts == families.NUM_EXPERTS
+    assert spec.zero_experts == {"longcat_flash": 5, "zaya": 1}.get(family, 0)
+    assert spec.top_k == (1 if family == "zaya" else families.TOP_K)
+    assert spec.model_type == family
+    assert RoutingSpec.from_json(spec.to_json()) == spec
+
+
+def test_the_patterns_make_some_layers_dense() -> None:
+    """Where a family has a setting for it, the test above must see it: else a rule that always says yes would pass."""
+    for family in families.available():
+        patterns = families.PATTERNS.get(family, [])
+        seen = {RoutingSpec.from_config(families.config(family, pattern)).moe_layers for pattern in patterns}
+        assert len(seen) == len(patterns), family
 
 
 def test_config_object_dict_directory_and_file_agree(tmp_path) -> None:
@@ -113,6 +100,92 @@ def test_what_cannot_be_told_is_refused_by_name(source, message: str) -> None:
 def test_impossible_numbers_are_refused(values) -> None:
     with pytest.raises(SpecError):
         RoutingSpec(*values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"zero_experts": 8}, "zero_experts must be some of the experts"),
+        ({"zero_experts": -1}, "zero_experts must be some of the experts"),
+        ({"hash_layers": (0,)}, "hash_layers must be decoder layers that are not in moe_layers"),
+        ({"hash_layers": (4,)}, "hash_layers must be decoder layers that are not in moe_layers"),
+    ],
+)
+def test_impossible_rare_fields_are_refused(values, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        RoutingSpec(4, (0, 1), 8, 2, **values)
+
+
+def test_rare_fields_are_written_only_where_they_say_something() -> None:
+    """Shards of most models stay readable to a reader that does not know these fields."""
+    plain = RoutingSpec(2, (0, 1), 8, 2, "mixtral")
+    assert json.loads(plain.to_json()).keys() == {"num_layers", "moe_layers", "num_experts", "top_k", "model_type"}
+    rare = RoutingSpec(3, (1, 2), 8, 2, "x", zero_experts=2, hash_layers=(0,))
+    assert RoutingSpec.from_json(rare.to_json()) == rare
+    assert rare.brief() == (
+        "2 of 3 layers route, 1 more by token id, top-2 of 8 experts, 2 of them zero-computation (x)"
+    )
+    with pytest.raises(SpecError, match="the routing differs"):
+        rare.require_same(RoutingSpec(3, (1, 2), 8, 2, "x", hash_layers=(0,)), "here")
+    rare.require_same(RoutingSpec(3, (1, 2), 8, 2, "y", zero_experts=2, hash_layers=(0,)), "here")
+
+
+@pytest.mark.parametrize(
+    ("freq", "moe_layers"),
+    [(1, (0, 1, 2, 3, 4, 5)), (2, (0, 2, 4)), (3, (0, 3)), ([0, 1, 1, 0, 1, 1], (1, 2, 4, 5))],
+)
+def test_megatron_config(freq, moe_layers) -> None:
+    """The layers of the block spec that Megatron builds from the same configuration hold a MoE layer where ours says."""
+    config_module = pytest.importorskip("megatron.core.transformer.transformer_config")
+    layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
+    config = config_module.TransformerConfig(
+        num_layers=6,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_layer_freq=freq,
+        moe_ffn_hidden_size=16,
+        add_bias_linear=False,
+    )
+    spec = RoutingSpec.from_config(config)
+    assert spec == RoutingSpec(6, moe_layers, 8, 2, "megatron")
+    block = layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
+    built = [i for i, layer in enumerate(block.layer_specs) if "MoE" in str(layer.submodules.mlp.module)]
+    assert tuple(built) == moe_layers
+
+
+def test_dense_megatron_config_is_refused() -> None:
+    dense = SimpleNamespace(num_layers=2, num_moe_experts=None, moe_router_topk=2, moe_layer_freq=1)
+    with pytest.raises(SpecError, match="the megatron config does not say how it routes"):
+        RoutingSpec.from_config(dense)
+    ragged = SimpleNamespace(num_layers=3, num_moe_experts=8, moe_router_topk=2, moe_layer_freq=[1, 1])
+    with pytest.raises(SpecError, match="does not say which of its 3 layers route"):
+        RoutingSpec.from_config(ragged)
+
+
+def test_vllm_config() -> None:
+    """vLLM's ModelConfig and VllmConfig carry the transformers config, nested ones included."""
+    text = transformers.Qwen3MoeConfig(num_hidden_layers=3, num_experts=8, num_experts_per_tok=2)
+    model_config = SimpleNamespace(hf_config=SimpleNamespace(text_config=text), hf_text_config=text)
+    for source in (model_config, SimpleNamespace(model_config=model_config)):
+        assert RoutingSpec.from_config(source) == RoutingSpec(3, (0, 1, 2), 8, 2, "qwen3_moe")
+
+
+def test_layers_that_differ_are_refused_and_equal_lists_are_one_number() -> None:
+    values = {"num_hidden_layers": 2, "moe_topk": [2, 2], "num_experts": 8}
+    config = transformers.CONFIG_MAPPING["hunyuan_v1_moe"](**values)
+    assert RoutingSpec.from_config(config) == RoutingSpec(2, (0, 1), 8, 2, "hunyuan_v1_moe")
+    config.moe_topk = [2, 4]
+    with pytest.raises(SpecError, match="the layers of this hunyuan_v1_moe model route differently"):
+        RoutingSpec.from_config(config)
+
+
+def test_nested_text_configs_are_found() -> None:
+    text = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    config = transformers.CONFIG_MAPPING["qwen3_vl_moe"](text_config=text)
+    assert RoutingSpec.from_config(config) == RoutingSpec(2, (0, 1), 8, 2, "qwen3_vl_moe_text")
+    assert RoutingSpec.from_config(config.to_dict()) == RoutingSpec.from_config(config)
 
 
 def test_damaged_json_is_refused() -> None:
