@@ -340,6 +340,7 @@ def main() -> None:
 def run_reporting_errors(command: Callable[[], object]) -> None:
     """Run a command line; an R3Error ends it as its message, SIGTERM and Ctrl-C end it with all `with` blocks left."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
     try:
         command()
     except R3Error as error:

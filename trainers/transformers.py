@@ -69,9 +69,10 @@ def attach(
     hidden_size = _hidden_size(config)
     bindings = {layer: probe(found, spec, layer, hidden_size) for layer, found in blocks.items()}
     replay = Replay(spec, list(bindings), _device(blocks), on_missing=on_missing, min_agreement=min_agreement)
-    handles = [
-        model.register_forward_pre_hook(lambda *_: replay.begin_forward()),
-        model.register_forward_hook(lambda _module, _args, outputs: replay.end_forward(outputs)),
+    begin, end = torch.compiler.disable(replay.begin_forward), torch.compiler.disable(replay.end_forward)
+    handles: list[Any] = [
+        model.register_forward_pre_hook(lambda *_: begin()),
+        model.register_forward_hook(lambda _module, _args, outputs: end(outputs)),
     ]
     for layer, binding in bindings.items():
         handles += _bind(binding, replay, layer)
@@ -129,9 +130,25 @@ def _bind(binding: Binding, replay: Replay, layer: int) -> list[Any]:
                 require_one(mode.answered, selection, f"layer {layer}")
 
     return [
-        binding.module.register_forward_pre_hook(enter, with_kwargs=True),
-        binding.module.register_forward_hook(leave, always_call=True),
+        _Uncompiled(binding.module),
+        binding.module.register_forward_pre_hook(torch.compiler.disable(enter), with_kwargs=True),
+        binding.module.register_forward_hook(torch.compiler.disable(leave), always_call=True),
     ]
+
+
+class _Uncompiled:
+    """Keeps torch.compile out of a router. Traced, a selection would be answered once for all micro-batches, and by a backend
+    that runs torch functions a second time."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own = module, module.__dict__.get("forward")
+        self.ours = module.__dict__["forward"] = torch.compiler.disable(module.forward)
+
+    def remove(self) -> None:
+        if self.module.__dict__.get("forward") is self.ours:
+            del self.module.__dict__["forward"]
+            if self.own is not None:
+                self.module.__dict__["forward"] = self.own
 
 
 def right_padded(samples: Sequence[RolloutSample], pad_id: int = 0) -> tuple[Layout, torch.Tensor, torch.Tensor]:

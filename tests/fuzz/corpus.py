@@ -1,7 +1,7 @@
 """Inputs to begin with, and inputs to keep.
 
 python tests/fuzz/corpus.py write DIRECTORY     seeds and kept inputs as files, in wire/ and shard/, for fuzz.py
-python tests/fuzz/corpus.py keep KIND DIRECTORY what a fuzzer found (after -merge=1, and its crashes), into corpus/KIND.hex
+python tests/fuzz/corpus.py keep KIND DIRECTORY what a fuzzer found, and its crashes if they are put there, into corpus/KIND.hex
 """
 
 from __future__ import annotations

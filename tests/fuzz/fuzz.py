@@ -3,9 +3,7 @@
     python tests/fuzz/corpus.py write /tmp/seeds
     mkdir /tmp/found
     python tests/fuzz/fuzz.py wire /tmp/found /tmp/seeds/wire -max_total_time=600 -rss_limit_mb=1024 -timeout=10 -max_len=2048
-    mkdir /tmp/merged
-    python tests/fuzz/fuzz.py wire -merge=1 /tmp/merged /tmp/found /tmp/seeds/wire
-    python tests/fuzz/corpus.py keep wire /tmp/merged
+    python tests/fuzz/corpus.py keep wire /tmp/found
 
 The same with `shard`. A crash is written to the current directory; `keep` it too. `test_corpus.py` replays what is kept.
 """
