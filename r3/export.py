@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from r3 import files, shard
+from r3 import shard
 from r3.errors import ConfigError, StoreError
-from r3.format1 import encode
 from r3.sample import RolloutSample
+from r3.shard import files
+from r3.shard.format1 import encode
 from r3.spec import RoutingSpec
 from r3.store import ShardStore
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from r3 import format1, shard
+from r3 import shard
 from r3.errors import R3Error, ShardError, StoreError
+from r3.shard import format1
 from r3.spec import RoutingSpec
 from r3.store import ShardStore
 

@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from r3.diagnose import LIVE, REPLAY, Diagnosis
-from r3.files import write_atomically
 from r3.metrics import DIRECTION
+from r3.shard.files import write_atomically
 
 REPORT_VERSION = 1
 _WEIGHTS = {

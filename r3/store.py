@@ -24,9 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from r3 import files, shard
+from r3 import shard
 from r3.errors import StoreError
 from r3.sample import RolloutSample
+from r3.shard import files
 
 _STEP = re.compile(r"step-(\d{6,18})")
 _GOING = ".r3-gc."  # prefix of step directories that are being deleted

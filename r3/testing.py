@@ -5,8 +5,8 @@
     payload = encode_vllm(FAULTS["zero_layer"].inject(rows, spec, rng))
 
 For people who write a server, a gateway or a trainer that carries routes: put a fault in at one end, and see that it comes out
-as an error at the other. Each fault of FAULTS names the check of `r3.checks` that finds it in the payload. Some leave a payload
-that a router could have produced; no check on it can ever find those, so `later` says what does:
+as an error at the other. Each fault of FAULTS names the check of `r3.wire.checks` that finds it in the payload. Some leave a
+payload that a router could have produced; no check on it can ever find those, so `later` says what does:
 
     agreement   recorded experts against the trainer's own top-k, layer by layer (check 17). A right record agrees almost
                 everywhere; rows or layers out of place agree by chance alone, top_k / num_experts of their experts.
@@ -166,7 +166,7 @@ class Fault:
 
     Attributes:
         inject: (rows, spec, rng) to the broken rows.
-        caught_by: Checks of `r3.checks` of which one refuses the payload; empty if it looks like any other.
+        caught_by: Checks of `r3.wire.checks` of which one refuses the payload; empty if it looks like any other.
         later: What finds it then, see the module.
     """
 

@@ -25,7 +25,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import orjson
 
 from r3 import wire
-from r3.engines import Context
 from r3.errors import ConfigError, EngineError, PromptError, R3Error, StoreError
 from r3.rollout.client import Retry, VllmClient
 from r3.rollout.preflight import EngineInfo
@@ -33,6 +32,7 @@ from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Completion, Sampling
 from r3.sample import UNKNOWN_VERSION, Provenance, RolloutSample
 from r3.store import ShardStore
+from r3.wire.engines import Context
 
 P = ParamSpec("P")
 R = TypeVar("R")

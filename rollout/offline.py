@@ -18,11 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 from r3 import wire
-from r3.engines import Context
 from r3.errors import ConfigError, EngineError
 from r3.fingerprint import model_fingerprint
 from r3.sample import UNKNOWN_VERSION, Provenance, RolloutSample
 from r3.spec import RoutingSpec
+from r3.wire.engines import Context
 
 
 def samples_from_vllm_outputs(

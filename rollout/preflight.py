@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from r3.engines import known_defects, parse_version
 from r3.errors import EngineError
 from r3.fingerprint import model_fingerprint
 from r3.rollout.client import new_session
 from r3.rollout.probe import call, probe
 from r3.spec import RoutingSpec
+from r3.wire.engines import known_defects, parse_version
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def normalize_url(url: str) -> str:
 
 
 def check_version(version: str, url: str) -> tuple[str, ...]:
-    """Warnings about a vLLM version, from the table of `r3.engines`.
+    """Warnings about a vLLM version, from the table of `r3.wire.engines`.
 
     Raises:
         EngineError: it cannot return routes over HTTP.

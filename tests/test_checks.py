@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3 import RoutingSpec
-from r3.checks import CHECKS, LENIENT, STRICT, Finding, Policy
-from r3.engines import DEFECTS, Context, known_defects, null_reasons, parse_version
 from r3.errors import ConfigError, R3Warning, WireError
-from r3.fastcheck import peak_if_distinct, reorder
 from r3.testing import encode_vllm, random_rows, zero_rows
 from r3.wire import decode, examine, routes_from_rows
+from r3.wire.checks import CHECKS, LENIENT, STRICT, Finding, Policy
+from r3.wire.engines import DEFECTS, Context, known_defects, null_reasons, parse_version
+from r3.wire.fastcheck import peak_if_distinct, reorder
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2)
 ROWS = random_rows(np.random.default_rng(0), SPEC, 9, hidden=True)  # 10 tokens

@@ -24,8 +24,9 @@ from helpers import SPEC, random_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3 import RolloutSample, Routes, RoutingSpec, container, format1, shard
+from r3 import RolloutSample, Routes, RoutingSpec, shard
 from r3.errors import ConfigError, SampleError, ShardError, StoreError
+from r3.shard import container, format1
 
 RNG = np.random.default_rng(1)
 

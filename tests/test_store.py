@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from helpers import random_sample
 
-from r3 import ShardStore, files, inspection, shard
+from r3 import ShardStore, inspection, shard
 from r3.errors import ShardError, SpecError, StoreError
+from r3.shard import files
 
 RNG = np.random.default_rng(1)
 SPAWN = multiprocessing.get_context("spawn")

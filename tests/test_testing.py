@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from r3 import Routes, RoutingSpec
-from r3.checks import CHECKS
-from r3.engines import known_defects
 from r3.errors import WireError
 from r3.metrics import RouteMismatch
 from r3.testing import FAULTS, cut, encode_sglang, encode_vllm, random_rows, stale_rows
 from r3.wire import decode, examine
+from r3.wire.checks import CHECKS
+from r3.wire.engines import known_defects
 
 SPEC = RoutingSpec(num_layers=6, moe_layers=(2, 3, 4, 5), num_experts=256, top_k=8)
 WIDE = RoutingSpec(num_layers=6, moe_layers=(2, 3, 4, 5), num_experts=512, top_k=8)  # more experts than a byte counts

@@ -16,8 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3 import RoutingSpec
-from r3.checks import Policy
-from r3.engines import Context
 from r3.errors import ConfigError, R3Warning, WireError
 from r3.testing import compact_layers
 from r3.wire import (
@@ -36,6 +34,8 @@ from r3.wire import (
     parse_npy,
     routes_from_rows,
 )
+from r3.wire.checks import Policy
+from r3.wire.engines import Context
 
 
 @st.composite

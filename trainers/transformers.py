@@ -16,7 +16,7 @@ how the diagnostic proves that what was replayed is what was recorded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ def attach(
     hidden_size = _hidden_size(config)
     bindings = {layer: probe(found, spec, layer, hidden_size) for layer, found in blocks.items()}
     replay = Replay(spec, list(bindings), _device(blocks), on_missing=on_missing, min_agreement=min_agreement)
-    begin, end = torch.compiler.disable(replay.begin_forward), torch.compiler.disable(replay.end_forward)
+    begin, end = _uncompiled(replay.begin_forward), _uncompiled(replay.end_forward)
     handles: list[Any] = [
         model.register_forward_pre_hook(lambda *_: begin()),
         model.register_forward_hook(lambda _module, _args, outputs: end(outputs)),
@@ -131,9 +131,13 @@ def _bind(binding: Binding, replay: Replay, layer: int) -> list[Any]:
 
     return [
         _Uncompiled(binding.module),
-        binding.module.register_forward_pre_hook(torch.compiler.disable(enter), with_kwargs=True),
-        binding.module.register_forward_hook(torch.compiler.disable(leave), always_call=True),
+        binding.module.register_forward_pre_hook(_uncompiled(enter), with_kwargs=True),
+        binding.module.register_forward_hook(_uncompiled(leave), always_call=True),
     ]
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Uncompiled:
@@ -142,7 +146,7 @@ class _Uncompiled:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.own = module, module.__dict__.get("forward")
-        self.ours = module.__dict__["forward"] = torch.compiler.disable(module.forward)
+        self.ours = module.__dict__["forward"] = _uncompiled(module.forward)
 
     def remove(self) -> None:
         if self.module.__dict__.get("forward") is self.ours:

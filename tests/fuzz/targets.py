@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from r3 import RoutingSpec, container, format1, shard, wire
-from r3.checks import LENIENT, STRICT
-from r3.engines import Context
+from r3 import RoutingSpec, shard, wire
 from r3.errors import R3Error, ShardError, WireError
 from r3.sample import token_digest
+from r3.shard import container, format1
+from r3.wire.checks import LENIENT, STRICT
+from r3.wire.engines import Context
 
 SPECS = (
     RoutingSpec(4, (1, 2, 3), 8, 2),  # dense first

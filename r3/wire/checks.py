@@ -5,7 +5,7 @@ severity that a Policy chooses: `refuse` the payload, mark the rows `unrecorded`
 `warn`. Nothing is ever repaired by a guess, and no policy lets an id through that a router could not have chosen.
 
 The checks run over rows [R, L, K]: R rows in token order, L MoE layers, K ids. The common case, all in order, is decided by
-`r3.fastcheck` in a fraction of the time; this module then never runs.
+`r3.wire.fastcheck` in a fraction of the time; this module then never runs.
 """
 
 from __future__ import annotations

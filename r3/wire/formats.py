@@ -6,7 +6,7 @@
     array     anything array-like, torch too     engines in this process: vLLM 0.14 and later, TensorRT-LLM
     envelope  {data, shape, dtype, start}        Dynamo, prime-rl, verifiers; base64, base85 or bytes
 
-Nothing here knows what ids are allowed; `r3.wire` and `r3.checks` do. Contract: no pickle; headers are bounded; nothing is
+Nothing here knows what ids are allowed; `r3.wire` and `r3.wire.checks` do. Contract: no pickle; headers are bounded; nothing is
 allocated on the word of a header or a shape, only for bytes that have arrived.
 """
 
@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
-from r3.checks import refuse
 from r3.spec import RoutingSpec
+from r3.wire.checks import refuse
 
 Rows = npt.NDArray[Any]
 

@@ -5,11 +5,11 @@ an error anywhere: all zeros because the kernel never captured, a missing layer,
 physical instead of logical ids, a truncated body, another sample's rows. So nothing is accepted here that a check on the
 bytes could have refused, and each refusal names the probable cause.
 
-    decode(payload, spec, num_tokens=N)      Routes, from any format of `r3.formats`; raises WireError
+    decode(payload, spec, num_tokens=N)      Routes, from any format of `r3.wire.formats`; raises WireError
     examine(payload, spec, num_tokens=N)     the same with every finding, and no exception
     decode_vllm, decode_sglang, ...          for a caller who knows what it has asked; another format is then refused
 
-What is done about a finding is a `Policy` (`r3.checks`): STRICT by default, LENIENT to lose rows rather than samples.
+What is done about a finding is a `Policy` (`r3.wire.checks`): STRICT by default, LENIENT to lose rows rather than samples.
 
 The row rule: an engine returns N-1 rows (or N) for N tokens, less the first `start` prompt rows if the request asked for that.
 The layer rule: it returns all hidden layers (dense ones are zeros) or the MoE layers alone; nothing else, and never a shift.
@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy.typing as npt
 
-from r3.checks import STRICT, Finding, PayloadError, Policy
-from r3.decoding import Decoding
-from r3.engines import Context
 from r3.errors import ConfigError, R3Warning
-from r3.formats import decode_base64 as decode_base64
-from r3.formats import encode_envelope as encode_envelope
-from r3.formats import encode_int32 as encode_sglang
-from r3.formats import encode_lists as encode_lmdeploy
-from r3.formats import encode_npy as encode_vllm
-from r3.formats import parse_npy as parse_npy
 from r3.routes import Routes
 from r3.spec import RoutingSpec
+from r3.wire.checks import STRICT, Finding, PayloadError, Policy
+from r3.wire.decoding import Decoding
+from r3.wire.engines import Context
+from r3.wire.formats import decode_base64 as decode_base64
+from r3.wire.formats import encode_envelope as encode_envelope
+from r3.wire.formats import encode_int32 as encode_sglang
+from r3.wire.formats import encode_lists as encode_lmdeploy
+from r3.wire.formats import encode_npy as encode_vllm
+from r3.wire.formats import parse_npy as parse_npy
 
 __all__ = [
     "Decoded",
@@ -79,7 +79,7 @@ class Decoded:
     Attributes:
         routes: None if a finding refused it.
         findings: Everything that a check found, whatever was done about it.
-        format: As in `r3.formats`; "" if it could not be told.
+        format: As in `r3.wire.formats`; "" if it could not be told.
         start: The token of the first row.
         num_rows: Rows that the engine sent.
         where: The caller's place for messages.
@@ -193,7 +193,7 @@ def examine(
         where: Place for messages, e.g. the sample.
         policy: What is done about findings.
         context: What else is known of the request; it sharpens the causes.
-        format: One of `r3.reading.FORMATS`, None to find out.
+        format: One of `r3.wire.reading.FORMATS`, None to find out.
 
     Raises:
         ConfigError: `start` lies outside of the sequence.

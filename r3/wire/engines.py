@@ -1,6 +1,6 @@
 """engines: what each version of each rollout engine is known to get wrong, in one table, and why it sends no routes at all.
 
-Only the payload's own bytes can be checked when it arrives (`r3.checks`); that ids are physical, or that a draft model wrote
+Only the payload's own bytes can be checked when it arrives (`r3.wire.checks`); that ids are physical, or that a draft model wrote
 over layer 0, shows nowhere in them. So a defect that is known by version is looked up by version, before the first sample.
 
 Contract: the table is data. `action` says what r3 does about a row of it: `refuse` the engine, `warn`, `convert` what it sends,

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from r3 import container, format1
 from r3.errors import ShardError, SpecError
-from r3.files import TEMPORARY as TEMPORARY
-from r3.files import Ranges, open_ranges
-from r3.files import write_atomically as write_atomically
 from r3.routes import Mask, Routes
 from r3.sample import RolloutSample
+from r3.shard import container, format1
+from r3.shard.files import TEMPORARY as TEMPORARY
+from r3.shard.files import Ranges, open_ranges
+from r3.shard.files import write_atomically as write_atomically
 from r3.spec import RoutingSpec
 
 SUFFIX = ".safetensors"

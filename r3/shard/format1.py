@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from r3.container import ALGORITHM, Header, bytes_of, checksum
 from r3.errors import R3Error, ShardError
 from r3.routes import Routes
 from r3.sample import Provenance, RolloutSample, narrow_tokens, token_digest
+from r3.shard.container import ALGORITHM, Header, bytes_of, checksum
 from r3.spec import RoutingSpec
 
 FORMAT, VERSION = "r3", "1"
@@ -42,7 +42,7 @@ Array = npt.NDArray[Any]
 
 
 def encode(sample: RolloutSample) -> tuple[dict[str, Array], dict[str, str]]:
-    """The tensors and the metadata of a sample, but for the checksums (`r3.container.pack` adds them)."""
+    """The tensors and the metadata of a sample, but for the checksums (`r3.shard.container.pack` adds them)."""
     has_logprob = sample.rollout_logprobs == sample.rollout_logprobs  # not NaN
     tensors = {
         "spans": _spans(sample.routes.recorded, sample.loss_mask, has_logprob, sample.weight_version),

@@ -1,6 +1,6 @@
 """reading: find the routes in what an engine answered, tell their format, and read them into rows.
 
-    response object --unpack--> payload --sniff--> format --r3.formats--> rows [R, layers, K]
+    response object --unpack--> payload --sniff--> format --r3.wire.formats--> rows [R, layers, K]
 
 A payload may be the JSON value itself or the object around it: a choice, SGLang's `meta_info` or `sglext`, a whole response with
 one choice. Formats are told by what they are, never by what the caller hopes: an engine behind a gateway may not be the one that
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from r3 import formats
-from r3.checks import refuse
-from r3.engines import Context, null_reasons
 from r3.errors import ConfigError
 from r3.spec import RoutingSpec
+from r3.wire import formats
+from r3.wire.checks import refuse
+from r3.wire.engines import Context, null_reasons
 
 Rows = npt.NDArray[Any]
 

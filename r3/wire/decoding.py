@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from r3.checks import Finding, Policy, RowChecks, coverage, refuse, spans, zero_may_repeat
-from r3.engines import Context, null_reasons, parse_version
-from r3.fastcheck import peak_if_distinct, reorder
-from r3.reading import read
 from r3.routes import Routes
 from r3.spec import RoutingSpec
+from r3.wire.checks import Finding, Policy, RowChecks, coverage, refuse, spans, zero_may_repeat
+from r3.wire.engines import Context, null_reasons, parse_version
+from r3.wire.fastcheck import peak_if_distinct, reorder
+from r3.wire.reading import read
 
 Rows = npt.NDArray[Any]
 
@@ -31,7 +31,7 @@ class Decoding:
 
     Attributes:
         findings: What was found and did not refuse the payload.
-        format: As in `r3.reading`, "" until it is known.
+        format: As in `r3.wire.reading`, "" until it is known.
         start, num_rows: Where the payload's rows begin, and how many there are.
     """
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from r3.container import bytes_of
 from r3.errors import ConfigError, ShardError, StoreError
+from r3.shard.container import bytes_of
 
 TEMPORARY = ".r3-tmp."  # prefix of files that are being written; nothing ever reads them
 
