@@ -53,10 +53,11 @@ def rows(diagnoses: Sequence[Diagnosis]) -> list[tuple[str, ...]]:
 
 def table(diagnoses: Sequence[Diagnosis]) -> Table:
     """For the terminal, in 80 columns; everything else is in the JSON."""
-    out = Table(box=None, padding=(0, 2, 0, 0), title=f"Gap between rollout and training, k3 estimates {DIRECTION}")
+    out = Table(box=None, padding=(0, 1, 0, 0), title=f"Gap between rollout and training, k3 estimates {DIRECTION}")
     out.title_justify = "left"
     for index, column in enumerate(COLUMNS):
-        out.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0, vertical="bottom")
+        heading = column if index == 0 else column.replace(" ", "\n", 1)
+        out.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True, vertical="bottom")
     for row in rows(diagnoses):
         out.add_row(*row)
     return out

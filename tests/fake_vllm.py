@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
-from helpers import SPEC, random_rows
+from helpers import SPEC
 
 from r3 import RoutingSpec
 from r3.rollout.preflight import EngineInfo
+from r3.testing import random_rows
 from r3.wire import encode_vllm
 
 MODEL = "fake/moe"

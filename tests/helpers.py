@@ -7,19 +7,9 @@ from typing import Any
 import numpy as np
 
 from r3 import Provenance, RolloutSample, Routes, RoutingSpec
+from r3.testing import random_rows
 
 SPEC = RoutingSpec(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2, model_type="qwen3_moe")
-
-
-def random_rows(rng: np.random.Generator, spec: RoutingSpec, num_rows: int, *, hidden: bool = False) -> np.ndarray:
-    """[R, layers, K] of distinct ids; with `hidden` all decoder layers, dense ones zero, as vLLM returns them."""
-    ids = rng.random((num_rows, spec.num_moe_layers, spec.num_experts)).argsort(axis=-1)[..., : spec.top_k]
-    ids = ids.astype(spec.dtype)
-    if not hidden:
-        return ids
-    rows = np.zeros((num_rows, spec.num_layers, spec.top_k), spec.dtype)
-    rows[:, list(spec.moe_layers)] = ids
-    return rows
 
 
 def random_routes(rng: np.random.Generator, spec: RoutingSpec, num_tokens: int) -> Routes:

@@ -25,7 +25,7 @@ import pybase64
 import pytest
 from aiohttp import web
 from fake_vllm import MODEL, FakeVllm, cut_in_the_middle, status, too_long
-from helpers import SPEC, random_rows
+from helpers import SPEC
 
 from r3 import RolloutSample, Routes, ShardStore
 from r3.errors import ConfigError, EngineError, PromptError, R3Error, StoreError, WireError
@@ -34,6 +34,7 @@ from r3.rollout.collector import CollectReport, collect_sync, sample_seed
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt, read_prompts
 from r3.rollout.protocol import Sampling
+from r3.testing import random_rows
 from r3.wire import encode_vllm
 
 TESTS = Path(__file__).resolve().parent

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from helpers import SPEC, random_routes, random_sample
+from qwen import build
 
 from r3 import RolloutSample, RoutingSpec, ShardStore, report
 from r3.diagnose import FORWARDS, LIVE, REPLAY, Scored, diagnose
@@ -170,21 +169,7 @@ def test_a_real_model_whose_rollout_is_itself_has_no_gap(tmp_path) -> None:
     """Routes and log-probs recorded from the very model that scores: live and replay agree with it to the last digit."""
     from r3.trainers.score import TransformersScorer
 
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        mlp_only_layers=[0],
-    )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    build().save_pretrained(tmp_path / "model")
     scorer = TransformersScorer(tmp_path / "model", dtype="float32", device="cpu")
     store = ShardStore(tmp_path / "store", create=True)
     blank = [random_sample(RNG, scorer.spec, 6 + 3 * i, sample_id=f"s{i}") for i in range(4)]

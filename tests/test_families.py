@@ -17,12 +17,13 @@ import pytest
 import torch
 import transformers
 from gates import GATES
-from helpers import random_rows, random_sample
+from helpers import random_sample
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from r3 import RolloutSample, Routes, RoutingSpec
 from r3.errors import ReplayError, SpecError
+from r3.testing import random_rows
 from r3.trainers.routers import find_routers
 from r3.trainers.transformers import attach, detach, observe, right_padded
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import SPEC, random_rows
+from helpers import SPEC
 
 from r3 import Provenance, RoutingSpec, ShardStore
 from r3.errors import ConfigError, EngineError, WireError
 from r3.rollout.offline import provenance_of, samples_from_vllm_outputs
+from r3.testing import random_rows
 
 PROVENANCE = Provenance(engine="vllm", engine_version="0.30.0", model="tiny", temperature=0.8)
 

@@ -288,6 +288,22 @@ def test_a_failed_backward_lends_its_rows_to_no_other(model) -> None:
         hidden.sum().backward()
 
 
+def test_a_backward_that_failed_has_ended_when_the_next_forward_begins(model) -> None:
+    """Its graph is kept, so its rows still live; they are nobody else's all the same."""
+    replay = attach(model)
+    fail_once_in_backward(model.model.layers[2].self_attn)
+    enable(model, use_reentrant=False)
+    layout, input_ids, mask = right_padded(PARTS[0])
+    with replay.micro_batch(PARTS[0], layout, input_ids):
+        logits = model(input_ids, attention_mask=mask, use_cache=False).logits
+        hidden = model.model(input_ids, attention_mask=mask, use_cache=False).last_hidden_state
+    with pytest.raises(Boom):
+        logits.sum().backward()
+    forward(model, PARTS[0])
+    with pytest.raises(ReplayError, match="a backward whose micro-batch is not known"):
+        hidden.sum().backward()
+
+
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How many micro-batches there are."""

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import random_rows, random_sample
+from helpers import random_sample
 from torch import nn
 
 from r3 import RolloutSample, Routes, RoutingSpec
 from r3.errors import ReplayError, SpecError
+from r3.testing import random_rows
 from r3.trainers.routers import find_routers, probe
 from r3.trainers.transformers import attach, observe, right_padded
 

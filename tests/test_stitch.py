@@ -7,13 +7,14 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers import SPEC, random_rows
+from helpers import SPEC
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3 import Routes, shard
 from r3.errors import R3Warning, SampleError
 from r3.stitch import Leg, stitch
+from r3.testing import random_rows
 
 RNG = np.random.default_rng(3)
 

@@ -11,13 +11,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from helpers import SPEC, random_rows
+from helpers import SPEC
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3 import RoutingSpec
 from r3.errors import ConfigError, R3Warning, WireError
-from r3.testing import compact_layers
+from r3.testing import compact_layers, random_rows
 from r3.wire import (
     decode,
     decode_envelope,
