@@ -16,7 +16,6 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 import yaml
 from rich.console import Console
@@ -346,7 +345,7 @@ def run_reporting_errors(command: Callable[[], object]) -> None:
     except R3Error as error:
         print(f"r3: {error}", file=sys.stderr)
         sys.exit(1)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("r3: interrupted; what is written is complete", file=sys.stderr)
         sys.exit(130)
 
