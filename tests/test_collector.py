@@ -549,6 +549,8 @@ def test_a_store_without_write_permission_is_told_before_sampling(store: ShardSt
 def test_ctrl_c_leaves_whole_shards_only(store: ShardStore, server: FakeVllm) -> None:
     server.delay_s = 0.02
     code = """
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
         info = EngineInfo(urls=(sys.argv[2],), spec=SPEC, model=MODEL, max_model_len=256)
         told = lambda report: report.written == 4 and print("four", flush=True)
         try:

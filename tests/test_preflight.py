@@ -274,7 +274,7 @@ def test_a_real_server(engine: EngineInfo, tiny_model: Path) -> None:
 
 @pytest.mark.engine
 def test_a_real_server_of_another_model(engine: EngineInfo, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mixtral", "num_hidden_layers": 8, "num_experts_per_tok": 2}')
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral", "num_hidden_layers": 8, "num_experts_per_tok": 3}')
     with pytest.raises(EngineError, match="another number of experts") as caught:
         asyncio.run(preflight(engine.urls[0], model_path=tmp_path))
-    assert "top-2" in str(caught.value)
+    assert "expected top-3, got top-2" in str(caught.value)
