@@ -19,6 +19,7 @@ from r3 import RolloutSample, Routes, RoutingSpec
 from r3.agreement import MIN_AGREEMENT, ROWS_PER_SAMPLE, Agreement, AgreementCheck
 from r3.errors import ReplayError
 from r3.replay import Replay
+from r3.testing import FAULTS as FAULTS_ON_THE_WIRE
 from r3.trainers.transformers import attach, detach, right_padded
 
 EXPERTS = {"num_experts": 24, "num_local_experts": 24, "num_experts_per_tok": 4}
@@ -69,6 +70,17 @@ def swapped(ids: np.ndarray) -> np.ndarray:
     return ids[[0, 2, 1]]
 
 
+def injected(sample: RolloutSample, name: str) -> RolloutSample:
+    """A fault of the injector, which works on the rows of a payload: [tokens, all layers, K]."""
+    spec, rows = (
+        sample.spec,
+        np.zeros((sample.num_tokens, sample.spec.num_layers, sample.spec.top_k), sample.spec.dtype),
+    )
+    rows[:, list(spec.moe_layers)] = sample.routes.ids.transpose(1, 0, 2)
+    broken = FAULTS_ON_THE_WIRE[name].inject(rows, spec, np.random.default_rng(0))
+    return with_routes(sample, broken[:, list(spec.moe_layers)].transpose(1, 0, 2).astype(spec.dtype))
+
+
 FAULTS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "shifted rows": (shifted, r"sample 's1', tokens 0 to 62"),
     "rows shifted from the middle on": (shifted_from_the_middle, r"sample 's1', tokens 32 to 62"),
@@ -93,6 +105,17 @@ def test_a_fault_in_one_of_three_samples_is_named_before_any_gradient(fault: str
     assert all(p.grad is None for p in model.parameters())
     samples[1] = samples[0]
     loss(model, [samples[0]], replay).backward()  # and the handle is usable afterwards
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS_ON_THE_WIRE.items() if "agreement" in fault.later])
+def test_what_no_check_of_a_payload_can_find(name: str, model, replay, samples) -> None:
+    """The faults of `r3.testing` that leave this to agreement."""
+    samples[1] = injected(samples[1], name)
+    with pytest.raises(
+        ReplayError, match=r"sample 's1', .*: the recorded experts are not those of this model's routers"
+    ):
+        loss(model, samples, replay)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_routes_of_another_sample_are_named(model, replay, samples) -> None:

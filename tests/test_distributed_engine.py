@@ -16,16 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from test_agreement import injected
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from r3 import Layout, RolloutSample, ShardStore
 from r3.diagnose import LIVE, REPLAY, diagnose
+from r3.errors import ReplayError
 from r3.metrics import bootstrap_interval, k3_terms, log_ratio
 from r3.rollout.collector import collect
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import read_prompts
 from r3.rollout.protocol import Sampling
+from r3.testing import FAULTS
 from r3.trainers.score import TransformersScorer
 from r3.trainers.transformers import attach, token_logprobs
 
@@ -83,6 +86,18 @@ def train(rank: int, port: int, shards: str, model_path: str, out: str) -> None:
     torch.save((result, gradients, replay.coverage.share, replay.agreement.by_layer()), Path(out) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if "agreement" in fault.later])
+def test_faults_in_real_routes_are_caught_before_any_gradient(name: str, store: ShardStore, tiny_model: Path) -> None:
+    """Each sample by itself: none with the fault passes, and none without it is refused."""
+    model = load(tiny_model).bfloat16()
+    replay = attach(model)
+    for sample in list(store)[:12]:
+        logprobs_of(model, replay, [sample])
+        with pytest.raises(ReplayError, match="the recorded experts are not those of this model's routers"):
+            logprobs_of(model, replay, [injected(sample, name)])
+    assert replay.agreement.share < 1
 
 
 def test_packed_and_sharded_equals_plain_and_reproduces_the_diagnosis(

@@ -176,6 +176,26 @@ def test_a_reentrant_checkpoint_around_the_whole_model_is_refused(model) -> None
         logits.sum().backward()
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_in_the_place_of_a_forward(model, use_reentrant: bool) -> None:
+    """Put there before attach, it would run the block again without its hooks: refused. Put there afterwards, it works."""
+    blocks = [model.model.layers[index].mlp for index in SPEC.moe_layers]
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+    with pytest.raises(
+        ReplayError, match="layer 1: the experts of this block cannot be watched: its forward does not call them"
+    ):
+        attach(model)
+    for block in blocks:
+        del block.forward
+    replay = attach(model)
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+    for one in [loss(model, part, replay) for part in PARTS][::-1]:
+        one.backward()
+    torch.testing.assert_close(gradients(model), expected(), rtol=1e-5, atol=1e-8)
+
+
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "nested, not reentrant"])
 def test_backward_twice_through_one_graph(kind: str, model) -> None:
     replay = attach(model)
