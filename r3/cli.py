@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import r3
 from r3.errors import ConfigError, R3Error
+from r3.settings import json_object, read_defaults
 from r3.store import ShardStore
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def settings(
     ] = False,
 ) -> None:
     if config is not None:
-        context.default_map = read_defaults(config)
+        context.default_map = read_defaults(config, options_by_command())
 
 
 @app.command()
@@ -123,7 +123,7 @@ def collect(
 
     asked = read_prompts(prompts)[:limit]
     target = ShardStore(store, create=True)
-    sampling = protocol.Sampling(temperature, top_p, top_k, max_tokens, seed, _json_object(extra_body, "--extra-body"))
+    sampling = protocol.Sampling(temperature, top_p, top_k, max_tokens, seed, json_object(extra_body, "--extra-body"))
 
     async def run(progress: Callable[[collector.CollectReport], None]) -> collector.CollectReport:
         engine = await preflight.preflight(server, model_path=model, model_name=model_name, api_key=api_key)
@@ -331,6 +331,12 @@ def starting_server(
             yield running
 
 
+def options_by_command() -> dict[str, set[str]]:
+    """What a configuration file may set."""
+    commands = typer.main.get_group(app).commands
+    return {name: {parameter.name or "" for parameter in command.params} for name, command in commands.items()}
+
+
 def main() -> None:
     """Entry point of the `r3` script."""
     run_reporting_errors(app)
@@ -375,39 +381,3 @@ def _require(*modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} not installed", remedy='pip install "r3-replay[hf]"')
-
-
-def read_defaults(path: Path) -> dict[str, dict[str, Any]]:
-    """Defaults of options by command, from a YAML file.
-
-    Raises:
-        ConfigError: unreadable, or a section that is no command.
-    """
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read this configuration ({error})", where=str(path)) from None
-    known = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
-    if not isinstance(values, dict) or not all(isinstance(section, dict) for section in values.values()):
-        raise ConfigError(
-            "a configuration is sections of options", where=str(path), expected=f"sections {sorted(known)}"
-        )
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError("unknown sections", where=str(path), expected=sorted(known), got=unknown)
-    return {
-        section: {option.replace("-", "_"): value for option, value in options.items()}
-        for section, options in values.items()
-    }
-
-
-def _json_object(text: str, where: str) -> dict[str, Any]:
-    import orjson
-
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"not JSON ({error})", where=where, got=text) from None
-    if not isinstance(value, dict):
-        raise ConfigError("not a JSON object", where=where, got=text)
-    return value

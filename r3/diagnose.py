@@ -146,7 +146,14 @@ def diagnose(
     """
     sample_ids = store.sample_ids()[:limit]
     if not sample_ids:
-        raise MetricError("no sample in this store", where=str(store.root), remedy="collect some first: `r3 collect`")
+        steps = store.steps()
+        raise MetricError(
+            "no sample in this store",
+            where=str(store.root),
+            remedy=f"give one of its steps: {store.step(steps[-1]).root}"
+            if steps
+            else "collect some first: `r3 collect`",
+        )
     rollout = _comparable([(i, store.metadata(i)) for i in sample_ids], scorer, allow_other_weights)
     result = Diagnosis(scorer.describe(), rollout, label)
     result.mismatch = {name: RouteMismatch(scorer.spec.num_moe_layers) for name in FORWARDS}

@@ -20,6 +20,7 @@ from r3 import ShardStore, cli
 from r3.errors import ConfigError
 from r3.fingerprint import model_fingerprint
 from r3.rollout.prompts import read_prompts
+from r3.settings import read_defaults
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,7 +63,7 @@ def quickstart(
 
 def is_complete(store: Path, prompts: Path, config: Path) -> bool:
     """Whether collect would find nothing to ask for."""
-    limit = cli.read_defaults(config).get("collect", {}).get("limit")
+    limit = read_defaults(config, cli.options_by_command()).get("collect", {}).get("limit")
     wanted = {f"{prompt.prompt_id}.0" for prompt in read_prompts(prompts)[:limit]}
     return store.is_dir() and wanted <= set(ShardStore(store).sample_ids())
 

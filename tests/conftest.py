@@ -40,7 +40,6 @@ def tiny_model() -> Path:
 @pytest.fixture(scope="session")
 def vllm_server(tiny_model: Path) -> Iterator[VllmServer]:
     """One real server with routed experts on; a test must leave it as it found it."""
-    pytest.importorskip("vllm")
     with VllmServer(tiny_model, dtype="bfloat16") as server:
         yield server
 

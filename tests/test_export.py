@@ -6,6 +6,7 @@ import json
 import sys
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 from helpers import SPEC, random_sample
 
@@ -41,7 +42,6 @@ def test_npz_holds_every_array_of_every_sample(run, tmp_path) -> None:
 
 
 def test_parquet_has_a_row_per_token(run, tmp_path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
     assert export.export(run.root, tmp_path / "out.parquet") == 5
     table = parquet.read_table(tmp_path / "out.parquet")
     assert table.column_names[-3:] == ["layer_01", "layer_02", "layer_03"]  # decoder layer 0 is dense
@@ -58,7 +58,6 @@ def test_parquet_has_a_row_per_token(run, tmp_path) -> None:
 
 
 def test_parquet_of_many_experts(tmp_path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
     store = ShardStore(tmp_path / "run", create=True)
     sample = random_sample(RNG, RoutingSpec(120, (3, 110), 512, 4), 6)
     store.add(sample)
@@ -76,7 +75,6 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run, tmp_path) ->
         export.export(tmp_path / "empty", tmp_path / "out.npz")
     with pytest.raises(StoreError, match="cannot write this file"):
         export.export(run.root, tmp_path / "absent" / "out.npz")
-    pytest.importorskip("pyarrow")
     run.add(random_sample(RNG, RoutingSpec(4, (1, 2), 8, 2), sample_id="other"))
     with pytest.raises(SpecError, match=r"sample 'other'"):
         export.export(run.root, tmp_path / "out.parquet")

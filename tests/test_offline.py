@@ -126,7 +126,6 @@ if __name__ == "__main__":
 
 @pytest.mark.engine
 def test_a_real_engine_in_process(tiny_model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
     (tmp_path / "real.py").write_text(REAL)  # a file, because vLLM's workers import the main module
     command = [sys.executable, str(tmp_path / "real.py"), str(tiny_model), str(tmp_path / "store")]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}

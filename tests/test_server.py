@@ -237,7 +237,6 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.engine
 def test_a_real_server_that_cannot_load_its_model(tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
     with pytest.raises(EngineError, match="ended while starting") as caught, VllmServer(tmp_path / "nothing"):
         pass
     assert "nothing" in str(caught.value)
@@ -245,7 +244,6 @@ def test_a_real_server_that_cannot_load_its_model(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_sigkill_of_our_process_ends_a_real_engine_core(tiny_model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
     code = (
         "import sys, time; from r3.rollout.server import VllmServer\n"
         "with VllmServer(sys.argv[1], log_path=sys.argv[2], max_model_len=64) as server:\n"

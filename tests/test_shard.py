@@ -370,7 +370,6 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
 
 
 def test_slices_over_http() -> None:
-    pytest.importorskip("aiohttp")
     sample = random_sample(RNG, RoutingSpec(48, tuple(range(48)), 128, 8), 512)
     handler = type("Handler", (_Ranges,), {"data": shard.save(sample), "sent": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)

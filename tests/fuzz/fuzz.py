@@ -1,9 +1,9 @@
 """Coverage-guided fuzzing of what reads bytes from outside. Needs atheris (`pip install atheris`), which the tests do not.
 
-    python tests/fuzz/corpus.py write /tmp/seeds
-    mkdir /tmp/found
-    python tests/fuzz/fuzz.py wire /tmp/found /tmp/seeds/wire -max_total_time=600 -rss_limit_mb=1024 -timeout=10 -max_len=2048
-    python tests/fuzz/corpus.py keep wire /tmp/found
+    python tests/fuzz/corpus.py write SEEDS
+    mkdir FOUND                                             # SEEDS and FOUND: folders of yours
+    python tests/fuzz/fuzz.py wire FOUND SEEDS/wire -max_total_time=600 -rss_limit_mb=1024 -timeout=10 -max_len=2048
+    python tests/fuzz/corpus.py keep wire FOUND
 
 The same with `shard`. A crash is written to the current directory; `keep` it too. `test_corpus.py` replays what is kept.
 """
