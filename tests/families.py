@@ -242,8 +242,11 @@ DOCS = Path(__file__).parent.parent / "docs" / "families.md"
 MINOR = ".".join(transformers.__version__.split(".")[:2])
 
 
-def table() -> str:
-    """The families of this transformers: where each makes its choice, or why it cannot be replayed."""
+README = DOCS.parent.parent / "README.md"
+
+
+def verdicts() -> dict[str, str]:
+    """Each family of this transformers: `yes, ...` and where it makes its choice, or why it cannot be replayed."""
     rows = {family: f"no spec: {reason}" for family, reason in UNTOLD.items() if family in transformers.CONFIG_MAPPING}
     for family in available():
         tiny = config(family, PATTERNS.get(family, [{}])[-1])
@@ -256,7 +259,11 @@ def table() -> str:
             continue
         rows[family] = f"yes, in {'the router' if binding.module is found.gate else 'the block'} "
         rows[family] += f"`{type(binding.module).__name__}`"
-    lines = [f"| `{family}` | {text} |" for family, text in sorted(rows.items())]
+    return dict(sorted(rows.items()))
+
+
+def table(rows: dict[str, str]) -> str:
+    """For docs/families.md."""
     replayed = sum(text.startswith("yes") for text in rows.values())
     return "\n".join(
         [
@@ -264,7 +271,22 @@ def table() -> str:
             "",
             "| family (`model_type` of the text config) | replay, and where the choice is made |",
             "|---|---|",
-            *lines,
+            *(f"| `{family}` | {text} |" for family, text in rows.items()),
+        ]
+    )
+
+
+def summary(rows: dict[str, str]) -> str:
+    """For the README."""
+    replayed, refused = (
+        [f"`{family}`" for family, text in rows.items() if text.startswith("yes") == yes] for yes in (True, False)
+    )
+    return "\n".join(
+        [
+            f"| transformers {MINOR} | families (`model_type` of the text config) |",
+            "|---|---|",
+            f"| replayed: {len(replayed)} | {', '.join(replayed)} |",
+            f"| refused by name: {len(refused)} | {', '.join(refused)} |",
         ]
     )
 
@@ -274,9 +296,16 @@ def section(text: str) -> re.Match[str] | None:
     return re.search(rf"(?<=## transformers {re.escape(MINOR)}\n\n).*?(?=\n\n## |\n*\Z)", text, re.DOTALL)
 
 
+def readme_part(text: str) -> re.Match[str] | None:
+    """The table in the README, if it is about the installed transformers."""
+    return re.search(rf"\| transformers {re.escape(MINOR)} \|.*?(?=\n\n)", text, re.DOTALL)
+
+
 if __name__ == "__main__":
-    text = DOCS.read_text()
-    found = section(text)
-    if found is None:
-        raise SystemExit(f"{DOCS} has no section '## transformers {MINOR}'")
-    DOCS.write_text(text[: found.start()] + table() + text[found.end() :])
+    rows = verdicts()
+    for path, part, new in ((DOCS, section, table(rows)), (README, readme_part, summary(rows))):
+        text = path.read_text()
+        found = part(text)
+        if found is None:
+            raise SystemExit(f"{path} says nothing of transformers {MINOR}")
+        path.write_text(text[: found.start()] + new + text[found.end() :])
