@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import os
 import sys
@@ -15,6 +16,21 @@ from r3.rollout.preflight import EngineInfo, preflight
 from r3.rollout.server import VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tests on tensors of a few KB: on a busy machine the threads of OpenMP wait for each other a hundred times longer than
+    they work. And what is imported by now is left out of garbage collections, which such tests ask for to see rows die."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ over all compared rows is the reference for the shares that are reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -26,12 +26,7 @@ EXPERTS = {"num_experts": 24, "num_local_experts": 24, "num_experts_per_tok": 4}
 LENGTHS = (40, 64, 33)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -47,12 +47,7 @@ NAMES = [f"{family}-{number}" for number, (family, _) in enumerate(CASES)]
 every_case = pytest.mark.parametrize(("family", "pattern"), CASES, ids=NAMES)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Case:

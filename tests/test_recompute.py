@@ -10,7 +10,7 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,12 +29,7 @@ PARTS = [[sample] for sample in samples_of(9, 12, 5)]  # three micro-batches
 aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

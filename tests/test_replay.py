@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -36,13 +35,7 @@ RNG = np.random.default_rng(5)
 SAMPLES = [random_sample(RNG, SPEC, n, sample_id=f"s{i}") for i, n in enumerate((9, 12, 5))]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors of a few KB: on a busy machine the threads of OpenMP wait for each other a hundred times longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

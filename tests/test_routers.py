@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 
 import families
@@ -63,12 +63,7 @@ class Model(nn.Module):
         return hidden
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sample_of(spec: RoutingSpec, num_tokens: int = 7) -> RolloutSample:
