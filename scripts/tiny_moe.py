@@ -63,7 +63,7 @@ class Recipe:
 
     format: int = 1
     seed: int = 0
-    steps: int = 700
+    steps: int = 560
     batch: int = 4
     sequence: int = 256
     vocab: int = 272
