@@ -31,10 +31,14 @@ CONFIG = transformers.Qwen3MoeConfig(
 SPEC = RoutingSpec.from_config(CONFIG)
 
 
+def config(**changes: Any) -> transformers.Qwen3MoeConfig:
+    """CONFIG with some values changed."""
+    return transformers.Qwen3MoeConfig(**{**CONFIG.to_dict(), **changes})
+
+
 def build(seed: int = 0, **changes: Any) -> nn.Module:
     torch.manual_seed(seed)
-    config = transformers.Qwen3MoeConfig(**{**CONFIG.to_dict(), **changes}) if changes else CONFIG
-    return transformers.Qwen3MoeForCausalLM(config).eval()
+    return transformers.Qwen3MoeForCausalLM(config(**changes)).eval()
 
 
 def samples_of(*lengths: int, seed: int = 5, spec: RoutingSpec = SPEC) -> list[RolloutSample]:

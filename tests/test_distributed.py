@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import qwen
 import torch
 import torch.distributed as dist
 import transformers
@@ -38,19 +39,7 @@ from r3 import Layout, RolloutSample, RoutingSpec
 from r3.errors import ReplayError
 from r3.trainers.transformers import attach, observe, right_padded
 
-CONFIG = transformers.Qwen3MoeConfig(
-    vocab_size=100,
-    hidden_size=32,
-    intermediate_size=64,
-    moe_intermediate_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    num_experts=8,
-    num_experts_per_tok=2,
-    mlp_only_layers=[0],
-)
+CONFIG = qwen.config(num_hidden_layers=3)
 SPEC = RoutingSpec.from_config(CONFIG)
 # micro-batches of each rank: lengths of their samples
 SHARES = (((9, 12), (5,)), ((7, 4, 11), ()))

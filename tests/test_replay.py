@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
+import qwen
 import torch
 import transformers
 from helpers import random_sample
@@ -16,20 +17,7 @@ from r3 import Layout, RolloutSample, Routes, RoutingSpec
 from r3.errors import ReplayError, SpecError
 from r3.trainers.transformers import attach, detach, observe, right_padded, token_logprobs
 
-CONFIG = transformers.Qwen3MoeConfig(
-    vocab_size=100,
-    hidden_size=32,
-    intermediate_size=64,
-    moe_intermediate_size=16,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    num_experts=8,
-    num_experts_per_tok=2,
-    mlp_only_layers=[0],
-    norm_topk_prob=True,
-)
+CONFIG = qwen.config(norm_topk_prob=True)
 SPEC = RoutingSpec.from_config(CONFIG)
 RNG = np.random.default_rng(5)
 SAMPLES = [random_sample(RNG, SPEC, n, sample_id=f"s{i}") for i, n in enumerate((9, 12, 5))]

@@ -136,8 +136,9 @@ def test_rare_fields_are_written_only_where_they_say_something() -> None:
 )
 def test_megatron_config(freq, moe_layers) -> None:
     """The layers of the block spec that Megatron builds from the same configuration hold a MoE layer where ours says."""
-    config_module = pytest.importorskip("megatron.core.transformer.transformer_config")
-    layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
+    from megatron.core.models.gpt import gpt_layer_specs as layer_specs
+    from megatron.core.transformer import transformer_config as config_module
+
     config = config_module.TransformerConfig(
         num_layers=6,
         hidden_size=32,

@@ -201,8 +201,8 @@ def sampler_of(engine: EngineInfo, root: Path) -> Callable[[Sequence[str]], list
 
 @pytest.mark.engine
 def test_grpo_of_trl_trains_on_the_routes_of_a_server(engine: EngineInfo, tiny_model: Path, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
+    import datasets
+    import trl
 
     class Watched(ReplayGRPOMixin, trl.GRPOTrainer):
         """Looks at the experts after each forward of the policy and after each backward."""

@@ -293,7 +293,8 @@ def test_every_format_gives_back_the_ids(data, spec, name, hidden, full, seed) -
 
 
 def test_a_real_torch_tensor() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     for dtype in (torch.int32, torch.uint8, torch.int64):
         tensor = torch.from_numpy(ROWS.copy()).to(dtype)
         assert decode(tensor, SPEC, num_tokens=10).equal(decode(GOOD, SPEC, num_tokens=10))
