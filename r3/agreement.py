@@ -30,7 +30,7 @@ import torch
 
 from r3.errors import ReplayError
 from r3.layout import Layout
-from r3.sample import RolloutSample
+from r3.partial import Replayable
 
 MIN_AGREEMENT = 0.65
 ROWS_PER_SAMPLE = 32
@@ -79,7 +79,7 @@ class AgreementCheck:
 
     def __init__(
         self,
-        samples: Sequence[RolloutSample],
+        samples: Sequence[Replayable],
         layout: Layout,
         recorded: npt.NDArray[np.bool_],
         layers: Sequence[int],
@@ -142,7 +142,7 @@ class AgreementCheck:
             if len(mine):
                 self._judge(sample, counts[:, mine], self.rows[mine])
 
-    def _judge(self, sample: RolloutSample, counts: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
+    def _judge(self, sample: Replayable, counts: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
         """counts [L, R'] and `rows` [R'], of one sample: each layer by itself, and each quarter of the rows."""
         layers = [layer for layer, count in zip(self.layers, counts, strict=True) if self._low(count)]
         windows = [w for w in np.array_split(np.arange(len(rows)), WINDOWS) if self._low(counts[:, w])]
@@ -158,7 +158,7 @@ class AgreementCheck:
         enough = counts.size * self._top_k >= _LEAST_IDS
         return enough and float(counts.mean()) / self._top_k < self.minimum
 
-    def _refuse(self, sample: RolloutSample, part: str, counts: npt.NDArray[np.int64]) -> None:
+    def _refuse(self, sample: Replayable, part: str, counts: npt.NDArray[np.int64]) -> None:
         raise ReplayError(
             "the recorded experts are not those of this model's routers on these tokens",
             where=f"sample {sample.sample_id!r}, {part}",

@@ -27,13 +27,15 @@ class Layout:
     Attributes:
         rows: [local positions] int64, index into the concatenated samples or -1.
         lengths: Tokens of each sample, in the order of the concatenation.
+        lines: b, where the positions are those of a [b, width] tensor in row-major order; None if nobody said.
 
     Raises:
-        LayoutError: rows outside the samples, or a row that stands twice.
+        LayoutError: rows outside the samples, a row that stands twice, or lines of unequal width.
     """
 
     rows: npt.NDArray[np.int64]
     lengths: tuple[int, ...]
+    lines: int | None = None
 
     def __post_init__(self) -> None:
         total = sum(self.lengths)
@@ -41,6 +43,8 @@ class Layout:
             raise LayoutError(
                 "a layout is one vector", expected="[positions] int64", got=f"{list(self.rows.shape)} {self.rows.dtype}"
             )
+        if self.lines is not None:
+            self._lines(self.lines)
         held = self.rows[self.rows >= 0]
         if len(self.rows) and (self.rows.min() < PADDING or self.rows.max() >= total):
             raise LayoutError(
@@ -85,7 +89,7 @@ class Layout:
             begin = 0 if side == "right" else width - length
             rows[line, begin : begin + length] = np.arange(first, first + length)
             first += length
-        return cls(rows.ravel(), lengths)
+        return cls(rows.ravel(), lengths, len(lengths) or None)
 
     @classmethod
     def packed(cls, lengths: Sequence[int], total: int | None = None) -> Layout:
@@ -97,7 +101,7 @@ class Layout:
             raise LayoutError("the samples do not fit the packed row", expected=f"at most {total} tokens", got=used)
         rows = np.full(total, PADDING, np.int64)
         rows[:used] = np.arange(used)
-        return cls(rows, lengths)
+        return cls(rows, lengths, 1)
 
     @classmethod
     def from_attention_mask(cls, mask: npt.ArrayLike, lengths: Sequence[int]) -> Layout:
@@ -121,17 +125,18 @@ class Layout:
             )
         rows = np.full(held.shape, PADDING, np.int64)
         rows[held] = np.arange(sum(lengths))
-        return cls(rows.ravel(), lengths)
+        return cls(rows.ravel(), lengths, len(lengths) or None)
 
     def select(self, positions: npt.ArrayLike) -> Layout:
         """The layout after a slice or permutation: local position i is what stood at `positions[i]`, -1 for new padding.
 
         Args:
-            positions: Integers of any shape, read in row-major order.
+            positions: Integers of any shape, read in row-major order; of two dimensions, they are the new lines.
 
         Raises:
             LayoutError: a position that this layout does not have.
         """
+        shape = np.shape(positions)
         index = np.asarray(positions).ravel()
         if index.dtype.kind not in "iu" or (
             index.size and (index.min() < PADDING or index.max() >= self.num_positions)
@@ -141,7 +146,8 @@ class Layout:
                 expected=f"integers in -1..{self.num_positions - 1}",
                 got=f"{index.dtype} {index.min()}..{index.max()}" if index.size else str(index.dtype),
             )
-        return Layout(np.where(index >= 0, np.append(self.rows, PADDING)[index], PADDING), self.lengths)
+        lines = shape[0] if len(shape) == 2 and shape[0] else None
+        return Layout(np.where(index >= 0, np.append(self.rows, PADDING)[index], PADDING), self.lengths, lines)
 
     def trace(self, slicer: Callable[[npt.NDArray[np.int64]], npt.ArrayLike], shape: tuple[int, ...]) -> Layout:
         """The layout after the trainer's own slicing function, found by pushing position numbers through it.
@@ -195,7 +201,7 @@ class Layout:
                 remedy="pad the micro-batch to a multiple first, as the trainer does",
             )
         cut = lines.reshape(batch, parts, width // parts)
-        return self.select(cut[:, chosen])
+        return self.select(cut[:, chosen].reshape(batch, -1))
 
     @property
     def num_positions(self) -> int:

@@ -18,8 +18,8 @@ import torch
 from r3.agreement import AgreementCheck
 from r3.errors import ReplayError
 from r3.layout import Layout
+from r3.partial import PartialSample, Replayable
 from r3.routes import Routes
-from r3.sample import RolloutSample
 from r3.spec import RoutingSpec
 
 
@@ -46,7 +46,7 @@ class MicroBatch:
 
     def __init__(
         self,
-        samples: Sequence[RolloutSample],
+        samples: Sequence[Replayable],
         layout: Layout,
         spec: RoutingSpec,
         device: torch.device,
@@ -58,7 +58,7 @@ class MicroBatch:
         self.layers = tuple(spec.moe_layers if layers is None else layers)
         positions = [spec.moe_layers.index(layer) for layer in self.layers]
         self._index = {position: index for index, position in enumerate(positions)}
-        ids, recorded = _local_rows(self.samples, layout, spec, positions)
+        ids, recorded = _local_rows(self.samples, layout, spec, self.layers)
         self.num_rows = layout.num_positions
         self.num_replayed = int(recorded.sum())
         self.num_padding = int((layout.rows < 0).sum())
@@ -67,7 +67,7 @@ class MicroBatch:
         self._wide = ids.dtype == np.uint16
         self._ids = to_device(torch.from_numpy(ids.view(np.int16) if self._wide else ids), device)
         self.agreement: AgreementCheck | None = None
-        if min_agreement > 0:
+        if min_agreement > 0 and self.layers:
             self.agreement = AgreementCheck(self.samples, layout, recorded, self.layers, min_agreement)
         live = np.flatnonzero(~recorded)
         compared = np.zeros(0, np.int64) if self.agreement is None else self.agreement.rows
@@ -120,8 +120,9 @@ class Recording:
     num_replayed = num_unrecorded = num_padding = 0
     agreement = None
 
-    def __init__(self, layout: Layout, spec: RoutingSpec) -> None:
+    def __init__(self, layout: Layout, spec: RoutingSpec, layers: Sequence[int] | None = None) -> None:
         self.layout, self.spec = layout, spec
+        self.layers = tuple(spec.moe_layers if layers is None else layers)
         self.num_rows = layout.num_positions
         self._ids: dict[int, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
@@ -157,38 +158,68 @@ class Recording:
         Raises:
             ReplayError: a forward has not happened, or tokens of a sample are not on this rank.
         """
-        if not self._ids:
+        out = self._by_sample()
+        for sample, routes in enumerate(out):
+            if not routes.recorded.all():
+                raise ReplayError(
+                    "tokens of this sample are not on this rank",
+                    where=f"sample {sample} of the micro-batch, token {int(routes.recorded.argmin())}",
+                    remedy="record where whole sequences are, or replay `recording.partial(samples)` on the same layout",
+                )
+        return out
+
+    def partial(self, samples: Sequence[Replayable]) -> list[PartialSample]:
+        """The same samples with the routes that were recorded here: to be replayed here, on the same layout.
+
+        They hold the bound layers, and the tokens of this rank; other ranks' tokens are without a record.
+
+        Raises:
+            ReplayError: a forward has not happened, or other samples.
+        """
+        if tuple(s.num_tokens for s in samples) != self.layout.lengths:
+            raise ReplayError(
+                "these are not the samples of the recording",
+                expected=f"lengths {list(self.layout.lengths)}",
+                got=[s.num_tokens for s in samples],
+            )
+        return [
+            PartialSample(s.sample_id, self.spec, s.tokens, routes, self.layers, s.loss_mask)
+            for s, routes in zip(samples, self._by_sample(), strict=True)
+        ]
+
+    def _by_sample(self) -> list[Routes]:
+        wanted = [self.spec.moe_layers.index(layer) for layer in self.layers]
+        if sorted(self._ids) != wanted:
             raise ReplayError("nothing is recorded", expected="model(...) inside `with replay.record(...)`")
         if self._copied is not None:
             self._copied.synchronize()
-        by_row = np.stack([self._ids[position].numpy().view(self.spec.dtype) for position in sorted(self._ids)])
+        by_row = np.zeros((len(wanted), self.num_rows, self.spec.top_k), self.spec.dtype)
+        for index, position in enumerate(wanted):
+            by_row[index] = self._ids[position].numpy().view(self.spec.dtype)
         position_of_row = np.full(sum(self.layout.lengths), -1, np.int64)
         held = np.flatnonzero(self.layout.rows >= 0)
         position_of_row[self.layout.rows[held]] = held
         ends = np.cumsum(self.layout.lengths)
         out = []
-        for sample, (end, length) in enumerate(zip(ends, self.layout.lengths, strict=True)):
+        for end, length in zip(ends, self.layout.lengths, strict=True):
             positions = position_of_row[end - length : end]
-            if (positions < 0).any():
-                raise ReplayError(
-                    "tokens of this sample are not on this rank",
-                    where=f"sample {sample} of the micro-batch, token {int((positions < 0).argmax())}",
-                    remedy="record where whole sequences are, or replay the recording on the same layout",
-                )
-            out.append(Routes(np.ascontiguousarray(by_row[:, positions]), np.ones(length, np.bool_)))
+            out.append(Routes(np.ascontiguousarray(by_row[:, positions]), positions >= 0))
         return out
 
 
 class TokenCheck:
-    """The comparison of the trainer's tokens with the rollout's, on the device that holds them."""
+    """The comparison of the trainer's tokens with the rollout's, on the device that holds them; none where there are none."""
 
-    def __init__(self, samples: Sequence[RolloutSample], layout: Layout, token_ids: torch.Tensor) -> None:
+    def __init__(self, samples: Sequence[Replayable], layout: Layout, token_ids: torch.Tensor | None) -> None:
         lengths = tuple(sample.num_tokens for sample in samples)
         if lengths != layout.lengths:
             raise ReplayError(
                 "the layout is not of these samples", expected=f"lengths {list(lengths)}", got=list(layout.lengths)
             )
         self.samples, self.layout = samples, layout
+        self._flag: torch.Tensor | None = None
+        if token_ids is None:
+            return
         self.local = token_ids.detach().reshape(-1)
         if self.local.shape[0] != layout.num_positions:
             raise ReplayError(
@@ -198,7 +229,6 @@ class TokenCheck:
             )
         total = np.concatenate([s.tokens for s in samples]).astype(np.int64) if samples else np.zeros(0, np.int64)
         self.expected = layout.gather(total, fill=-1)
-        self._flag: torch.Tensor | None = None
         if self.local.device.type != "cuda":
             self._require(self._differs(torch.from_numpy(self.expected).to(self.local.device)))
             return
@@ -235,20 +265,47 @@ class TokenCheck:
 
 
 def _local_rows(
-    samples: Sequence[RolloutSample], layout: Layout, spec: RoutingSpec, layer_positions: list[int]
+    samples: Sequence[Replayable], layout: Layout, spec: RoutingSpec, layers: Sequence[int]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
     """ids [L, n, K] of these layers and recorded [n], at a layout's positions."""
-    ids = np.zeros((len(layer_positions), layout.num_positions, spec.top_k), spec.dtype)
+    ids = np.zeros((len(layers), layout.num_positions, spec.top_k), spec.dtype)
     recorded = np.zeros(layout.num_positions, np.bool_)
     first = 0
     for sample in samples:
         positions = np.flatnonzero((layout.rows >= first) & (layout.rows < first + sample.num_tokens))
         tokens = layout.rows[positions] - first
-        for index, layer in enumerate(layer_positions):
-            ids[index, positions] = sample.routes.ids[layer, tokens]
+        _require_read(sample, tokens)
+        for index, held in enumerate(_held(sample, layers)):
+            ids[index, positions] = sample.routes.ids[held, tokens]
         recorded[positions] = sample.routes.recorded[tokens]
         first += sample.num_tokens
     return ids, recorded
+
+
+def _require_read(sample: Replayable, tokens: npt.NDArray[np.int64]) -> None:
+    if isinstance(sample, PartialSample) and sample.held is not None and not sample.held[tokens].all():
+        raise ReplayError(
+            "a sample was read without tokens that are replayed here",
+            where=f"sample {sample.sample_id!r}, token {int(tokens[sample.held[tokens].argmin()])}",
+            expected=f"routes of {len(tokens)} tokens",
+            got=int(sample.held[tokens].sum()),
+            remedy="read the tokens of this rank's routers: the layout differs from the one that the sample was read for",
+        )
+
+
+def _held(sample: Replayable, layers: Sequence[int]) -> list[int]:
+    """Where these decoder layers stand in the sample's routes."""
+    there = sample.layers if isinstance(sample, PartialSample) else sample.spec.moe_layers
+    absent = [layer for layer in layers if layer not in there]
+    if absent:
+        raise ReplayError(
+            "a sample was read without layers that are replayed here",
+            where=f"sample {sample.sample_id!r}, decoder layers {absent}",
+            expected=f"routes of layers {list(layers)}",
+            got=list(there),
+            remedy="read the layers of the chunk that the sample is for: replay.layers_of(chunk)",
+        )
+    return [there.index(layer) for layer in layers]
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -33,7 +33,7 @@ from r3.agreement import MIN_AGREEMENT, Agreement, AgreementCheck
 from r3.errors import ReplayError
 from r3.layout import Layout
 from r3.microbatch import MicroBatch, Recording, TokenCheck
-from r3.sample import RolloutSample
+from r3.partial import Replayable, known_rows
 from r3.spec import RoutingSpec
 
 
@@ -104,7 +104,12 @@ class Replay:
 
     @contextlib.contextmanager
     def micro_batch(
-        self, samples: Sequence[RolloutSample], layout: Layout, token_ids: torch.Tensor
+        self,
+        samples: Sequence[Replayable],
+        layout: Layout,
+        token_ids: torch.Tensor | None,
+        *,
+        rows: Layout | None = None,
     ) -> Iterator[MicroBatch]:
         """Replay these samples in the forwards inside the `with` block; their backward may come later, in any order.
 
@@ -125,12 +130,17 @@ class Replay:
         for sample in samples:
             self.spec.require_same(sample.spec, f"sample {sample.sample_id!r}")
         if self.on_missing == "raise":
-            _check_complete(samples)
+            _check_complete(samples, layout)
         if self.spec.zero_experts:
             _check_zero_experts(samples)
-        device = self.device if token_ids.device.type == "cpu" else token_ids.device
+        device = self.device if token_ids is None or token_ids.device.type == "cpu" else token_ids.device
         batch = MicroBatch(
-            samples, layout, self.spec, device, layers=list(self._position), min_agreement=self.min_agreement
+            samples,
+            layout if rows is None else rows,
+            self.spec,
+            device,
+            layers=list(self._position),
+            min_agreement=self.min_agreement,
         )
         with self._current_for(batch):
             yield batch
@@ -152,9 +162,9 @@ class Replay:
         Replay it with samples whose routes are `recording.routes()`. Meant for the pass that computes the old log-probs.
 
         Args:
-            layout: Where each local row comes from.
+            layout: Where each row of a router comes from.
         """
-        recording = Recording(layout, self.spec)
+        recording = Recording(layout, self.spec, list(self._position))
         with self._current_for(recording):
             yield recording
 
@@ -260,10 +270,13 @@ _WAITING_FORWARDS = 8  # of a handle: a wrong set-up shows at once
 _MOST_UNJUDGED = 16
 
 
-def _check_complete(samples: Sequence[RolloutSample]) -> None:
-    for sample in samples:
+def _check_complete(samples: Sequence[Replayable], layout: Layout) -> None:
+    ends = np.cumsum([sample.num_tokens for sample in samples])
+    here = np.zeros(int(ends[-1]) if len(ends) else 0, np.bool_)
+    here[layout.rows[layout.rows >= 0]] = True
+    for sample, end in zip(samples, ends, strict=True):
         # The last token is never fed back, so its row is absent by nature and its output is not used by the loss.
-        missing = np.flatnonzero(~sample.routes.recorded[:-1])
+        missing = np.flatnonzero(here[end - sample.num_tokens : end - 1] & ~sample.routes.recorded[:-1])
         if len(missing):
             raise ReplayError(
                 f"{len(missing)} of {sample.num_tokens} rows have no record",
@@ -272,12 +285,12 @@ def _check_complete(samples: Sequence[RolloutSample]) -> None:
             )
 
 
-def _check_zero_experts(samples: Sequence[RolloutSample]) -> None:
+def _check_zero_experts(samples: Sequence[Replayable]) -> None:
     """vLLM returns id 0 in place of each zero-computation expert. A token takes several of those as a rule, so a sample in
     which id 0 never repeats has the experts' own ids."""
     for sample in samples:
         ids = np.sort(sample.routes.ids, axis=-1)
-        repeated = np.argwhere((ids[..., 1:] == ids[..., :-1]).any(axis=-1) & sample.routes.recorded)
+        repeated = np.argwhere((ids[..., 1:] == ids[..., :-1]).any(axis=-1) & known_rows(sample))
         if len(repeated):
             raise ReplayError(
                 "the zero-computation experts of this model were recorded as expert 0: which were chosen is lost",

@@ -148,6 +148,7 @@ class ShardFile:
         self.recorded: Mask = columns["recorded"] != 0
         self.loss_mask: Mask = columns["loss_mask"] != 0
         self.weight_version = columns["weight_version"]
+        self._has_logprob: Mask = columns["has_logprob"] != 0
 
     def __enter__(self) -> ShardFile:
         return self
@@ -163,6 +164,21 @@ class ShardFile:
         array = self._read("tokens")
         format1.verify_parts(self.metadata, "tokens", {0: array}, self._where)
         return format1.token_ids(array)
+
+    def rollout_logprobs(self) -> npt.NDArray[np.float32]:
+        """[T] float32, NaN where there is none; verified."""
+        array = self._read("rollout_logprobs")
+        format1.verify_parts(self.metadata, "rollout_logprobs", {0: array}, self._where)
+        if len(array) != np.count_nonzero(self._has_logprob):
+            raise ShardError(
+                "the log-probs of this shard do not fit its tokens",
+                where=self._where,
+                expected=int(np.count_nonzero(self._has_logprob)),
+                got=len(array),
+            )
+        logprobs = np.full(self.num_tokens, np.nan, np.float32)
+        logprobs[self._has_logprob] = array
+        return logprobs
 
     def routes(
         self,
