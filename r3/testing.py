@@ -15,17 +15,21 @@ payload that a router could have produced; no check on it can ever find those, s
 
 The comparison of token ids that replay makes for every micro-batch finds *samples* that were exchanged or cut after they were
 made. It cannot find rows that were wrong from the start: the tokens are right.
+
+SAMPLE_FAULTS break whole samples in ways that a shard's checks let through, each with the finding of `r3 diagnose` that names it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from r3.routes import Routes
+from r3.sample import RolloutSample
 from r3.spec import RoutingSpec
 from r3.wire import encode_envelope as encode_envelope
 from r3.wire import encode_lmdeploy as encode_lmdeploy
@@ -204,4 +208,83 @@ FAULTS: dict[str, Fault] = {
     "padding_leak": Fault(lambda rows, spec, _: padding_leak(rows, -1, 2, _moe(spec, 0)), ("range",)),
     "overflow_uint8": Fault(lambda rows, *_: overflow_uint8(rows), ("coverage", "distinct")),
     "read_as_int8": Fault(lambda rows, *_: read_as_int8(rows), ("range",)),
+}
+
+
+def shift_routes(sample: RolloutSample, _: Rng) -> RolloutSample:
+    """Every row of the record one token late."""
+    ids = sample.routes.ids.copy()
+    ids[:, 1:] = sample.routes.ids[:, :-1]
+    return replace(sample, routes=Routes(ids, sample.routes.recorded))
+
+
+def swap_sample_layers(sample: RolloutSample, _: Rng) -> RolloutSample:
+    """The first two MoE layers of the record exchanged."""
+    ids = sample.routes.ids.copy()
+    ids[[0, 1]] = sample.routes.ids[[1, 0]]
+    return replace(sample, routes=Routes(ids, sample.routes.recorded))
+
+
+def misrecord_layer(sample: RolloutSample, rng: Rng) -> RolloutSample:
+    """Other ids in the last MoE layer."""
+    ids = sample.routes.ids.copy()
+    ids[-1] = random_rows(rng, sample.spec, sample.num_tokens)[:, -1]
+    return replace(sample, routes=Routes(ids, sample.routes.recorded))
+
+
+def scramble_routes(sample: RolloutSample, rng: Rng) -> RolloutSample:
+    """Other ids everywhere: another sample's record, or physical ids."""
+    ids = random_rows(rng, sample.spec, sample.num_tokens).transpose(1, 0, 2)
+    return replace(sample, routes=Routes(np.ascontiguousarray(ids), sample.routes.recorded))
+
+
+def forget_rows(sample: RolloutSample, rng: Rng) -> RolloutSample:
+    """Half of the rows have no record."""
+    return replace(
+        sample,
+        routes=Routes(sample.routes.ids, sample.routes.recorded & (rng.random(sample.num_tokens) < 0.5)),
+    )
+
+
+def shift_logprobs(sample: RolloutSample, _: Rng) -> RolloutSample:
+    """Every log-prob of the response one token late."""
+    logprobs = sample.rollout_logprobs.copy()
+    logprobs[sample.prompt_length + 1 :] = sample.rollout_logprobs[sample.prompt_length : -1]
+    return replace(sample, rollout_logprobs=logprobs)
+
+
+def drop_logprobs(sample: RolloutSample, _: Rng) -> RolloutSample:
+    """The last token under the loss mask has no log-prob (NaN): a forced token, or one that the engine did not sample."""
+    logprobs = sample.rollout_logprobs.copy()
+    logprobs[np.flatnonzero(sample.loss_mask)[-1:]] = np.nan
+    return replace(sample, rollout_logprobs=logprobs)
+
+
+def empty_mask(sample: RolloutSample, rng: Rng) -> RolloutSample:
+    """A quarter of the samples has an empty loss mask."""
+    return replace(sample, loss_mask=sample.loss_mask & (rng.random() > 0.25))
+
+
+@dataclass(frozen=True)
+class SampleFault:
+    """A way in which a sample can be wrong.
+
+    Attributes:
+        inject: (sample, rng) to the broken sample.
+        finding: Id of the finding of `r3.diagnose` that names it.
+    """
+
+    inject: Callable[[RolloutSample, Rng], RolloutSample]
+    finding: str
+
+
+SAMPLE_FAULTS: dict[str, SampleFault] = {
+    "shift_routes": SampleFault(shift_routes, "route-shift"),
+    "swap_sample_layers": SampleFault(swap_sample_layers, "layer-misrecorded"),
+    "misrecord_layer": SampleFault(misrecord_layer, "layer-misrecorded"),
+    "scramble_routes": SampleFault(scramble_routes, "routes-of-other-tokens"),
+    "forget_rows": SampleFault(forget_rows, "coverage"),
+    "shift_logprobs": SampleFault(shift_logprobs, "token-shift"),
+    "drop_logprobs": SampleFault(drop_logprobs, "missing-logprobs"),
+    "empty_mask": SampleFault(empty_mask, "empty-mask"),
 }

@@ -19,6 +19,8 @@ row 10,000 sampled tokens, the range over three sampling seeds. "Other set" is l
     float32, live            3.2 .. 4.3     0.0094 .. 0.0108  1.4 %
     float32, replay          0.34 .. 0.36   0 .. 0.0001
 
+Two more families, for whoever wants to see that the effect is not one model's: `scripts/tiny_families.py`.
+
 What the recipe turns on: initial weights of 0.08, not 0.02 (0.06 already ends 0.36 nats per byte lower after 240
 steps), and many small batches. The z-loss keeps likely tokens' logits near zero, where bfloat16's steps are finest.
 """
@@ -35,15 +37,16 @@ import random
 import shutil
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 STAMP = "tiny_moe.json"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "turtledemo", "__pycache__"}
@@ -59,7 +62,10 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights, apart from the text of the running interpreter's library."""
+    """Everything that decides the weights, apart from the text of the running interpreter's library.
+
+    A subclass is another family: its `config`, its balancing (`forward`, `balancer`), its digest.
+    """
 
     format: int = 1
     seed: int = 0
@@ -83,10 +89,54 @@ class Recipe:
     z_loss: float = 3e-3
     prompts: int = 512
     prompt_bytes: int = 64
+    family: ClassVar[str] = "qwen3_moe"
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()
+        values = dataclasses.asdict(self)
+        if self.family != Recipe.family:  # whose digests are from before there were others
+            values["family"] = self.family
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def config(self) -> dict[str, Any]:
+        """Values of the family's transformers configuration."""
+        return {
+            **self.common(),
+            "intermediate_size": self.expert_hidden * self.top_k,
+            "moe_intermediate_size": self.expert_hidden,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "num_experts": self.experts,
+            "norm_topk_prob": True,
+            "router_aux_loss_coef": self.balance,
+            "tie_word_embeddings": True,
+        }
+
+    def common(self) -> dict[str, Any]:
+        """What every family calls alike."""
+        return {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_experts_per_tok": self.top_k,
+            "initializer_range": self.init_std,
+            "max_position_embeddings": 1024,
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+            "pad_token_id": PAD,
+        }
+
+    def forward(self, model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [batch, sequence, vocabulary] and the balancing loss of tokens [batch, sequence]."""
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        output = model(input_ids=tokens, output_router_logits=True, use_cache=False)
+        return output.logits, load_balancing_loss_func(output.router_logits, self.experts, self.top_k)
+
+    def balancer(self, _model: PreTrainedModel) -> Callable[[], None]:
+        """What balances after each step, where the loss does not."""
+        return lambda: None
 
 
 def build(
@@ -196,40 +246,19 @@ def tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
     )
 
 
-def new_model(recipe: Recipe) -> Qwen3MoeForCausalLM:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def new_model(recipe: Recipe) -> PreTrainedModel:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=recipe.vocab,
-        hidden_size=recipe.hidden,
-        intermediate_size=recipe.expert_hidden * recipe.top_k,
-        moe_intermediate_size=recipe.expert_hidden,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
-        head_dim=recipe.head_dim,
-        num_experts=recipe.experts,
-        num_experts_per_tok=recipe.top_k,
-        norm_topk_prob=True,
-        router_aux_loss_coef=recipe.balance,
-        initializer_range=recipe.init_std,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
-    model = Qwen3MoeForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(recipe.family, **recipe.config()))
     model.set_experts_implementation("grouped_mm")
     return model
 
 
-def train(documents: list[bytes], recipe: Recipe) -> tuple[Qwen3MoeForCausalLM, float]:
+def train(documents: list[bytes], recipe: Recipe) -> tuple[PreTrainedModel, float]:
     """Train in float32; returns the model and the mean loss of the last tenth of the steps, in nats per byte."""
     import torch
     from torch.nn import functional as F
     from tqdm import tqdm
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     torch.manual_seed(recipe.seed)
     model = new_model(recipe).train()
@@ -244,20 +273,21 @@ def train(documents: list[bytes], recipe: Recipe) -> tuple[Qwen3MoeForCausalLM, 
         fused=True,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, recipe))
+    rebalance = recipe.balancer(model)
     losses = []
-    progress = tqdm(range(recipe.steps), desc="tiny MoE", unit="step")
+    progress = tqdm(range(recipe.steps), desc=f"tiny {recipe.family}", unit="step")
     for _ in progress:
         tokens = windows(stream, recipe, generator)
-        output = model(input_ids=tokens[:, :-1], output_router_logits=True, use_cache=False)
-        logits = output.logits.flatten(0, 1)
+        logits, balance = recipe.forward(model, tokens[:, :-1])
+        logits = logits.flatten(0, 1)
         loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
-        balance = load_balancing_loss_func(output.router_logits, recipe.experts, recipe.top_k)
         z = logits.logsumexp(-1).square().mean()
         (loss + recipe.balance * balance + recipe.z_loss * z).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        rebalance()
         losses.append(loss.item())
         rate = progress.format_dict["rate"]
         progress.set_postfix_str(
@@ -283,11 +313,16 @@ def windows(stream: torch.Tensor, recipe: Recipe, generator: torch.Generator) ->
     return stream[starts + torch.arange(recipe.sequence + 1)]
 
 
-def save(model: Qwen3MoeForCausalLM, folder: Path, recipe: Recipe) -> None:
+def save(model: PreTrainedModel, folder: Path, recipe: Recipe) -> None:
     import torch
 
     model.generation_config.eos_token_id = [EOS, IM_END]
-    model.eval().to(torch.bfloat16).save_pretrained(folder)
+    biases = {name: value.clone() for name, value in model.named_buffers() if name.endswith("correction_bias")}
+    model.eval().to(torch.bfloat16)
+    for name, value in biases.items():  # engines keep those in float32
+        module, _, buffer = name.rpartition(".")
+        setattr(model.get_submodule(module), buffer, value)
+    model.save_pretrained(folder)
     tokenizer(recipe).save_pretrained(folder)
 
 

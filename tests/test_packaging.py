@@ -13,7 +13,7 @@ import tomllib
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # import name: distribution, where they differ
-DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "vl_convert": "vl-convert-python", "PIL": "pillow"}
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -51,9 +51,7 @@ def test_every_package_is_in_the_wheel() -> None:
         for path in (ROOT / room).rglob("*.py")
     }
     as_packages = {str(folder).replace("/", ".") for folder in folders}
-    listed = {
-        name.removeprefix("r3.") if name in ("r3.rollout", "r3.trainers") else name for name in settings["packages"]
-    }
+    listed = {re.sub(r"^r3\.(rollout|trainers)\b", r"\1", name) for name in settings["packages"]}
     assert listed == as_packages
 
 
