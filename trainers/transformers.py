@@ -164,15 +164,18 @@ def right_padded(samples: Sequence[RolloutSample], pad_id: int = 0) -> tuple[Lay
     return layout, input_ids, torch.from_numpy((layout.rows >= 0).astype(np.int64)).reshape(shape)
 
 
-def token_logprobs(logits: torch.Tensor, input_ids: torch.Tensor, *, chunk: int = 1024) -> npt.NDArray[np.float32]:
+def token_logprobs(
+    logits: torch.Tensor, input_ids: torch.Tensor, *, temperature: float = 1.0, chunk: int = 1024
+) -> npt.NDArray[np.float32]:
     """log p(token t | tokens before t) [batch, width] float32, NaN at position 0, from logits [batch, width, vocabulary].
 
-    The softmax runs in float32 over `chunk` positions at a time: a vocabulary of 150,000 is 0.6 GB for 1,024 of them.
+    The division by `temperature` and the softmax run in float32 over `chunk` positions at a time: a vocabulary of 150,000 is
+    0.6 GB for 1,024 of them.
     """
     batch, width, vocabulary = logits.shape
     flat, targets = logits[:, :-1].reshape(-1, vocabulary), input_ids[:, 1:].reshape(-1, 1)
     parts = [
-        flat[i : i + chunk].float().log_softmax(-1).gather(-1, targets[i : i + chunk]).squeeze(-1)
+        flat[i : i + chunk].float().div(temperature).log_softmax(-1).gather(-1, targets[i : i + chunk]).squeeze(-1)
         for i in range(0, flat.shape[0], chunk)
     ]
     out = torch.full((batch, width), float("nan"), dtype=torch.float32)
