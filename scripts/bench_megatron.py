@@ -1,6 +1,6 @@
 """What replay costs in Megatron-core, beside Megatron's own routing, Megatron's own RouterReplay and veRL's.
 
-    python scripts/bench_megatron.py            # docs/megatron.md shows what it printed
+    python scripts/bench_megatron.py            # docs/megatron-example.md shows what it printed
 
 One real GPTModel with random weights and routes: neither changes the work. Times are ratios of paired runs in alternating order;
 on a CPU one thread runs and its processor time counts, so that neighbours do not.

@@ -14,7 +14,7 @@
 `micro_batches` is a list of lists of sample ids, the same on every rank of a data-parallel replica. Each rank opens the shards
 and reads for itself: the layers of the chunk that the micro-batch is for, the tokens that its routers will see, and log-probs
 only where the loss is computed. Nothing is sent between ranks. Numbers, and the comparison with reading once and broadcasting
-within TP: docs/megatron.md, made by scripts/bench_megatron.py.
+within TP: docs/megatron-example.md, by scripts/bench_megatron_reads.py.
 
 Contract: a token whose routes were not read cannot be replayed by mistake (`PartialSample.held`). The next micro-batch is read by
 a thread while the current one runs.
