@@ -130,7 +130,7 @@ class Replay:
         for sample in samples:
             self.spec.require_same(sample.spec, f"sample {sample.sample_id!r}")
         if self.on_missing == "raise":
-            _check_complete(samples, layout)
+            _check_complete(samples, layout if rows is None else rows)  # under sequence parallelism, this rank's alone
         if self.spec.zero_experts:
             _check_zero_experts(samples)
         device = self.device if token_ids is None or token_ids.device.type == "cpu" else token_ids.device

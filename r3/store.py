@@ -153,8 +153,11 @@ class ShardStore:
         steps = (self.root / f"step-{number:06d}" for number in self.steps())
         return own + [ShardStore(step) for step in steps if step.is_dir()]  # one may be deleted meanwhile
 
-    def keep_steps(self, count: int, *, dry_run: bool = False) -> list[int]:
+    def keep_steps(self, count: int, *, newest: int | None = None, dry_run: bool = False) -> list[int]:
         """Delete all but the `count` newest steps; returns those deleted (with `dry_run`, that would be).
+
+        `newest` is the step that a run is at. Steps above it, which an earlier run left that this one resumed from a checkpoint
+        of, then neither count nor go: they would push out what is being written.
 
         Samples beside the step directories stay. Readers keep what they have open; a writer that is still at a deleted
         step gets a StoreError. Several processes may do this at once, and one that is killed is completed by the next.
@@ -167,7 +170,7 @@ class ShardStore:
             raise StoreError(
                 "the newest step is always kept", where=str(self.root), expected="to keep 1 or more", got=count
             )
-        old = self.steps()[:-count]
+        old = [number for number in self.steps() if newest is None or number <= newest][:-count]
         if dry_run:
             return old
         for number in old:

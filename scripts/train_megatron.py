@@ -17,6 +17,7 @@ Without CUDA it runs on gloo (`r3.trainers.megatron.cpu`). Under torchrun it is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -25,14 +26,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import typer
 import yaml
 
 from r3 import ShardStore, cli
+from r3.diagnose.comparable import comparable
 from r3.errors import ConfigError
+from r3.fingerprint import model_fingerprint
 from r3.metrics import gap_metrics
 from r3.settings import read_defaults
 
@@ -70,7 +74,20 @@ class Settings:
             values[name] = yaml.safe_load(value)
         if absent := sorted(set(known) - set(values)):
             raise ConfigError("settings are missing", where=str(path), got=", ".join(absent))
-        return cls(**values)
+        kinds = get_type_hints(cls)
+        settings = cls(**{name: _typed(name, value, kinds[name]) for name, value in values.items()})
+        if settings.dtype not in ("bfloat16", "float32"):
+            raise ConfigError("no such dtype to train in", expected="bfloat16 or float32", got=settings.dtype)
+        return settings
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):  # YAML reads 1e-4 as text
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if type(value) is not kind:
+        raise ConfigError("a setting is of another type", where=name, expected=kind.__name__, got=repr(value))
+    return value
 
 
 def main(
@@ -92,25 +109,32 @@ def main(
         import tiny_moe
 
         model = tiny_moe.build(out / "tiny-moe")
+    prompts = model / "prompts.jsonl"
+    if (shards is None or again) and not prompts.is_file():
+        raise ConfigError("no prompts to sample from", where=str(prompts), expected="a JSONL file, one prompt a line")
     if shards is None:
-        shards = collect(model, out / "megatron" / "shards")
+        shards = collect(model, prompts, out / "megatron")
     start_ranks(settings, ["--model", model, "--shards", shards, "--config", config, "--out", out], change or [])
     if again:
-        after = collect(trained, out / "megatron" / "shards-after")
+        after = collect(trained, prompts, out / "megatron")
         for name, store in (("before", shards), ("after", after)):
             rewards = [reward_of(sample.tokens[sample.loss_mask]) for sample in ShardStore(store)]
             print(f"mean reward {name}: {np.mean(rewards):.4f} over {len(rewards)} samples")
 
 
-def collect(model: Path, store: Path) -> Path:
-    """Four samples of each of 32 prompts, from a vLLM server that lives as long as that takes."""
+def collect(model: Path, prompts: Path, folder: Path) -> Path:
+    """Four samples of each of 32 prompts, from a vLLM server that lives as long as that takes.
+
+    The store is named after the weights: those of a run before are of other weights, and are not taken for these.
+    """
     from r3.rollout.server import VllmServer
 
+    store = folder / f"shards-{model_fingerprint(model)[:8]}"
     if store.is_dir() and len(ShardStore(store)) == 128:
         print(f"all samples are there: {store}")
         return store
     with VllmServer(model, dtype="bfloat16") as server:
-        words = ["collect", str(model / "prompts.jsonl"), str(store), "--server", server.url, "--model", str(model)]
+        words = ["collect", str(prompts), str(store), "--server", server.url, "--model", str(model)]
         words += ["--limit", "32", "--n", "4", "--max-tokens", "64"]
         print("$ r3", *words, flush=True)
         if code := cli.app(words, standalone_mode=False):
@@ -152,6 +176,17 @@ def plan_of(store: ShardStore) -> tuple[list[str], dict[str, float], dict[str, f
     return [member for members in by_group.values() for member in members], rewards, advantages
 
 
+def temperature_of(store: ShardStore, path: Path) -> tuple[float, str]:
+    """The temperature that the rollout's log-probs contain, and whether they are of these weights: same, other, unknown.
+
+    Raises:
+        MetricError: rollouts of different settings in one store, or log-probs that no trainer can reproduce.
+    """
+    samples = [(sample_id, store.metadata(sample_id)) for sample_id in store.sample_ids()]
+    of = comparable(samples, SimpleNamespace(fingerprint=model_fingerprint(path)), allow_other_weights=True)
+    return of["temperature"] if of["logprobs_mode"] == "processed_logprobs" else 1.0, of["weights"]
+
+
 def run_rank(path: Path, shards: Path, trained: Path, settings: Settings) -> None:
     """One process of the training run."""
     import torch
@@ -169,8 +204,8 @@ def run_rank(path: Path, shards: Path, trained: Path, settings: Settings) -> Non
         expert=settings.expert,
         context=settings.context,
     )
-    trainer = Trainer(path, shards, settings)
-    order, rewards, advantages = plan_of(ShardStore(shards))
+    store = ShardStore(shards)
+    order, rewards, advantages = plan_of(store)
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     if settings.samples % (ranks * settings.micro_batch) or len(order) < settings.steps * settings.samples:
         raise ConfigError(
@@ -178,7 +213,11 @@ def run_rank(path: Path, shards: Path, trained: Path, settings: Settings) -> Non
             expected=f"samples: a multiple of {ranks} data-parallel ranks x {settings.micro_batch}; at most {len(order)} in all",
             got=f"{settings.steps} steps of {settings.samples}",
         )
+    temperature, weights = temperature_of(store, path)
+    trainer = Trainer(path, store, settings, temperature)
     if dist.get_rank() == 0:
+        if weights == "other":
+            print("note: other weights than this model's sampled these rollouts; k3 and F contain the difference")
         print(
             "step  reward      loss  grad norm   k3 live  replayed   F(1.1) live  replayed   coverage  agreement",
             flush=True,
@@ -199,7 +238,7 @@ def run_rank(path: Path, shards: Path, trained: Path, settings: Settings) -> Non
 class Trainer:
     """Model chunks in Float16Module and DDP, Megatron's optimizer, the replay handle and the driver."""
 
-    def __init__(self, path: Path, shards: Path, settings: Settings) -> None:
+    def __init__(self, path: Path, store: ShardStore, settings: Settings, temperature: float) -> None:
         import torch
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -213,7 +252,7 @@ class Trainer:
         from r3.trainers.megatron.driver import Driver
         from r3.trainers.megatron.model import load_model
 
-        self.settings = settings
+        self.settings, self.temperature = settings, temperature
         dtype = getattr(torch, settings.dtype)
         half = dtype != torch.float32
         self.bare = load_model(
@@ -240,7 +279,7 @@ class Trainer:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.replay = attach(self.chunks)
-        self.driver = Driver(self.replay, self.chunks, ShardStore(shards))
+        self.driver = Driver(self.replay, self.chunks, store)
 
     def step(self, batches: Sequence[Sequence[str]], advantages: dict[str, float]) -> str:
         """One update; its line of the table, which is the same on every rank."""
@@ -301,7 +340,8 @@ class Trainer:
         """Sum over the sampled tokens of -min(r A, clip(r) A), r = p_train / p_rollout; their number; what is measured."""
         from r3.trainers.megatron.score import label_logprobs
 
-        delta = (label_logprobs(logits, batch.labels) - batch.rollout_logprobs) * batch.loss_mask
+        logprobs = label_logprobs(logits, batch.labels, self.temperature)
+        delta = (logprobs - batch.rollout_logprobs) * batch.loss_mask
         ratio, clip = delta.exp(), self.settings.clip
         advantage = batch.spread([advantages[sample.sample_id] for sample in batch.samples])
         gain = (ratio * advantage).minimum(ratio.clamp(1 - clip, 1 + clip) * advantage)

@@ -33,6 +33,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def verl_environment() -> Iterator[None]:
+    """veRL on its CPU platform, for one test module."""
+    import verl_parts
+
+    with verl_parts.environment():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """Directory of the tiny mixture-of-experts model and its prompts.jsonl; trained once, then kept in .r3/ (ignored by git).

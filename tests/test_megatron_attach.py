@@ -586,6 +586,10 @@ def flat(micro: Any, **_: Any) -> None:
     micro.layout, micro.tokens = Layout(micro.layout.rows, micro.layout.lengths), None
 
 
+def flat_tokens(micro: Any, **_: Any) -> None:
+    micro.layout, micro.tokens = Layout(micro.layout.rows, micro.layout.lengths), micro.tokens.flatten()
+
+
 def another_sample(micro: Any, models: Any) -> None:
     micro.samples = [*micro.samples[:2], models.Micro(9, 12, 5, seed=6).samples[2]]
 
@@ -599,6 +603,7 @@ def without_layers(micro: Any, **_: Any) -> None:
     [
         (lines_of, ReplayError, "another number of lines"),
         (flat, LayoutError, "how many lines the token tensor has is not known"),
+        (flat_tokens, LayoutError, "how many lines the token tensor has is not known"),
         (another_sample, ReplayError, "tokens are not the rollout's"),
         (without_layers, ReplayError, "read without layers that are replayed here"),
     ],

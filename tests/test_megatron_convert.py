@@ -189,6 +189,25 @@ def test_weights_that_do_not_fit_are_named(alone, tmp_path) -> None:
         alone.load_model(tmp_path / "nowhere")
 
 
+def test_saving_again_leaves_no_weights_of_another_save(alone, tmp_path) -> None:
+    """transformers loads `model.safetensors` if there is one, whatever the index says."""
+    from r3.trainers.megatron import convert
+
+    path, out = tmp_path / "model", tmp_path / "out"
+    for place in (path, out):
+        qwen.build(norm_topk_prob=True).save_pretrained(place)
+    (out / "model-00003-of-00004.safetensors").write_bytes(b"of four ranks")
+    (chunk,) = alone.load_model(path, dtype=torch.float32)
+    with torch.no_grad():
+        chunk.output_layer.weight.fill_(0.5)
+    convert.save([chunk], out, path)
+    assert [file.name for file in out.glob("*.safetensors")] == ["model-00001-of-00001.safetensors"]
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert bool((reloaded.lm_head.weight == 0.5).all())
+    with pytest.raises(ConfigError, match="would be overwritten"):
+        convert.save([chunk], path, path)
+
+
 def test_sizes_that_do_not_fit_the_processes_are_refused(alone) -> None:
     with pytest.raises(ConfigError, match="do not fit the number of processes"):
         alone.initialize(tensor=2)

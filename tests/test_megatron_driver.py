@@ -110,6 +110,7 @@ def test_a_packed_line_of_fixed_width_refuses_more() -> None:
     with pytest.raises(ReplayError, match="do not fit its line"):
         Form(width=16).place([9, 8], Rank())
     assert Form(width=16).place([9, 7], Rank()).layout.num_positions == 16
+    assert Form(width=18, multiple=4).place([9, 7], Rank()).layout.num_positions == 20  # as lines of one sample each
 
 
 def test_bounds_of_packed_sequences_are_with_and_without_padding() -> None:

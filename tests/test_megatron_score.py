@@ -87,6 +87,17 @@ def test_a_temperature_divides_the_logits(both, rollouts: ShardStore) -> None:  
     assert warm.logprobs[1:].min() > plain.logprobs[1:].min()
 
 
+def test_a_temperature_does_not_round_logits_twice(both) -> None:  # noqa: ARG001 - Megatron's groups
+    from r3.trainers.megatron.score import label_logprobs
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 8 * torch.randn(2, 16, 64, generator=generator)
+    labels = torch.randint(0, 64, (2, 16), generator=generator)
+    logits = logits.bfloat16()
+    exact = (logits.double() / 0.7).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+    assert (label_logprobs(logits, labels, 0.7) - exact).abs().max() < 1e-5
+
+
 def test_what_cannot_be_scored_is_refused(tiny_model: Path, process_group: None) -> None:  # noqa: ARG001
     from r3.trainers.megatron.score import MegatronScorer
 

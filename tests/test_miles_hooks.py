@@ -18,11 +18,12 @@ import slime_standins as slime
 import torch
 from torch import nn
 
-from r3 import RolloutSample, RoutingSpec, ShardStore
+from r3 import RolloutSample, RoutingSpec, ShardStore, shard
 from r3.errors import ConfigError, R3Error, ReplayError, StoreError
 from r3.rollout.miles import generate, write_shards
 from r3.trainers.miles import fill, fsdp, init, setup_worker
 from r3.trainers.routers import find_routers, probe
+from r3.trainers.slime import finding
 from r3.trainers.transformers import observe, right_padded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -186,6 +187,39 @@ def test_megatron_s_routers_get_what_miles_would_give_them(
             assert torch.equal(mine[held], want[held].to(torch.int64))
             assert (mine[~held][:, 0] != mine[~held][:, 1]).all()
             assert mine.min() >= 0
+
+
+def test_the_shard_last_written_is_replayed_and_not_one_of_an_earlier_run(args: Any) -> None:
+    """miles counts weight versions from 0 again in a resumed run, and an index and its tokens may well be the same."""
+    _, stale = rollout(args)
+    stores = [ShardStore(args.r3_store).step(number, create=True) for number in (1, 9)]
+    stores[0].root.rename(stores[1].root.with_name("step-000007"))
+    engine = slime.Engine(args)
+    engine.rows = lambda tokens: slime.Engine.rows(engine, [token + 1 for token in tokens])  # type: ignore[method-assign]
+    samples = [miles_sample(i, n, engine) for i, n in enumerate(LENGTHS)]
+    write_shards(args, samples, None)
+    shards = finding.Shards(Path(args.r3_store), stale[0].spec, "hook")
+    for sample, old in zip(samples, stale, strict=True):
+        assert sample.tokens == old.tokens.tolist()
+        found = shards.find(None, sample.index, np.asarray(sample.tokens))
+        assert found.parent.name == "step-000001"
+        assert not shard.load_file(found).routes.equal(old.routes)
+
+
+def test_a_sample_that_is_reset_and_drawn_again_brings_its_own_routes(args: Any) -> None:
+    """miles keeps the metadata of a group that it recycles after a weight update."""
+    engine = slime.Engine(args)
+    sample = miles_sample(7, 9, engine)
+    write_shards(args, [sample], None)
+    write_shards(args, [sample], None)  # idempotent
+    metadata, engine.version = sample.metadata, 5
+    again = slime.Sample(index=7, group_index=3, tokens=list(sample.tokens), response_length=8, metadata=metadata)
+    again.rollout_log_probs, again.weight_versions = sample.rollout_log_probs, ["5"]
+    again.status = sample.status
+    again.rollout_routed_experts = engine.rows(again.tokens)
+    write_shards(args, [again], None)
+    assert again.metadata["r3"]["key"].startswith("step-000005/")
+    assert again.rollout_routed_experts.nbytes == 0
 
 
 def test_rows_that_no_router_asked_for_are_found_at_the_next_rollout(args: Any) -> None:

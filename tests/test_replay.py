@@ -319,6 +319,24 @@ def test_on_missing_raise_names_the_first_missing_row(model) -> None:
         logits_of(model, input_ids, mask)
 
 
+def test_on_missing_raise_asks_for_the_rows_that_this_ranks_routers_see(model) -> None:
+    """A record made under sequence parallelism (R2) holds a rank's part of the sequence; its tokens are all there."""
+    whole = SAMPLES[1]
+    for first_held, refused in ((6, False), (7, True)):
+        recorded = np.arange(12) >= first_held
+        half = random_sample(RNG, SPEC, 12, sample_id="half", routes=Routes(whole.routes.ids, recorded))
+        layout, input_ids, _ = right_padded([half])
+        replay = attach(model, on_missing="raise")
+        with (
+            pytest.raises(
+                ReplayError, match="token 6: 1 of 12 rows" if refused else "no forward of the attached model"
+            ),
+            replay.micro_batch([half], layout, input_ids, rows=layout.chunk(1, 2)),
+        ):
+            pass  # entered
+        detach(model)
+
+
 def test_attach_refuses_what_it_cannot_replay(model) -> None:
     attach(model)
     with pytest.raises(ReplayError, match="attached already"):

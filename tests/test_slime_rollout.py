@@ -376,6 +376,33 @@ def test_old_steps_go(args: Any) -> None:
     assert ShardStore(Path(args.r3_store)).steps() == [2, 3]
 
 
+def test_a_run_resumed_from_an_earlier_rollout_keeps_what_it_writes(args: Any) -> None:
+    args.r3_keep_steps = 2
+    for step in (7, 8, 3, 4, 5):
+        sample = new_sample(index=step)
+        slime.Engine(args).extend(sample, 3)
+        write_shard(args, sample, rollout_id=step)
+        assert shard_of(args, sample).tokens.tolist() == sample.tokens
+    assert ShardStore(Path(args.r3_store)).steps() == [4, 5, 7, 8]
+
+
+def test_the_same_tokens_drawn_again_by_other_weights_bring_their_own_routes(args: Any) -> None:
+    """A sample that is reset and drawn again keeps its metadata, and a short response is often the same."""
+    engine, sample = slime.Engine(args), new_sample()
+    fresh = copy.deepcopy(sample)
+    engine.extend(sample, 4)
+    write_shard(args, sample, rollout_id=1)
+    first, fresh.metadata = shard_of(args, sample), sample.metadata
+    fresh.tokens, fresh.response_length = list(sample.tokens), sample.response_length
+    fresh.rollout_log_probs, fresh.status, fresh.weight_versions = sample.rollout_log_probs, sample.status, ["9"]
+    engine.version = 9
+    fresh.rollout_routed_experts = torch.from_numpy(engine.rows(fresh.tokens))
+    assert not np.array_equal(first.routes.ids[:, :-1], routes_of(engine, fresh.tokens, 9))
+    write_shard(args, fresh, rollout_id=2)
+    assert ticket.decode(fresh.rollout_routed_experts) == f"step-000002/{first.sample_id}"
+    assert np.array_equal(shard_of(args, fresh).routes.ids[:, :-1], routes_of(engine, fresh.tokens, 9))
+
+
 # What cannot be right -------------------------------------------------------------------------------------------------
 
 

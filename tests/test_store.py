@@ -170,6 +170,12 @@ def test_old_steps_go_and_the_rest_stays(tmp_path) -> None:
         store.keep_steps(0)
 
 
+def test_steps_of_a_run_that_had_come_further_neither_count_nor_go(tmp_path) -> None:
+    store = steps_of(tmp_path, 9)
+    assert store.keep_steps(2, newest=4) == [0, 1, 2]
+    assert store.steps() == [3, 4, 5, 6, 7, 8]
+
+
 def test_what_a_reader_has_open_outlives_gc(tmp_path) -> None:
     """POSIX: a deleted file lives until its last handle closes."""
     store = steps_of(tmp_path, 3)

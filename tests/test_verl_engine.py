@@ -5,6 +5,7 @@ What stands in is said in tests/verl_parts.py (the HTTP handle of a server) and 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from r3.rollout.verl import settings
 if TYPE_CHECKING:
     from verl import DataProto
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("verl_environment")]
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -223,6 +224,23 @@ def test_a_server_without_the_flag_and_a_loop_without_the_setting_are_refused(
         settings.require_trainer()
     monkeypatch.setattr(settings, "announced_trainers", lambda: [{"engine": "ReplayFSDPEngine"}])
     settings.require_trainer()
+
+
+def test_a_loop_that_returns_several_outputs_is_refused(tiny_model: Path) -> None:
+    from r3.rollout.verl import ReplayLoopMixin
+
+    class Branching:
+        def __init__(self, config: Any, server_manager: Any) -> None:
+            self.config, self.server_manager = config, server_manager
+
+        async def run(self, *_: Any, **__: Any) -> list[Any]:
+            return [1, 2]
+
+    class Loop(ReplayLoopMixin, Branching): ...
+
+    loop = Loop(verl_parts.compose(tiny_model), None)
+    with pytest.raises(ConfigError, match=r"(?s)several outputs.*a list of 2"):
+        asyncio.run(loop.run({}))
 
 
 def test_a_validation_is_left_alone(

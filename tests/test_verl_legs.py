@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -283,6 +284,11 @@ def test_settings_are_read_from_an_entry_and_contradictions_refused() -> None:
     entry = {"name": "x", "_target_": "y", "store": "/s", "keep_steps": 3, "max_turns": 4}
     assert settings_of(entry) == Settings(store="/s", carry="key", keep_steps=3)
     assert settings_of({}).carry == "batch"
+    for misspelled in ("stroe", "keep_step", "polcy", "Store"):
+        with pytest.raises(ConfigError, match=f"unknown setting '{misspelled}'"):
+            settings_of({"store": "/s", misspelled: "x"})
+    of_verl = ("trainer_config", "server_manager", "tokenizer", "processor", "dataset_cls", "data_config", "tools")
+    assert settings_of(dict.fromkeys(of_verl)) == Settings()
     for wrong in (
         {"carry": "key"},
         {"carry": "pigeon"},
@@ -304,6 +310,11 @@ def test_the_plug_in_is_light_and_silent_unless_it_is_asked_for() -> None:
         run = [sys.executable, "-c", code]
         out = subprocess.run(run, env={"VERL_ENGINE_VENDOR": vendor}, capture_output=True, text=True, check=True)
         assert out.stdout.strip() == waits
+
+
+def test_the_parts_for_tests_leave_the_environment_of_other_tests_alone() -> None:
+    code = "import os; before = dict(os.environ); import verl_parts; assert dict(os.environ) == before"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
 
 
 def test_the_legs_routes_are_those_that_the_wire_would_decode() -> None:

@@ -18,7 +18,7 @@ from r3.errors import ConfigError
 from r3.handoff import announce_trainer, announced_trainers
 from r3.rollout.verl.settings import Settings, check_config, require_trainer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("verl_environment")]
 SCRIPT = Path(__file__).resolve().parent.parent / "configs" / "verl" / "tiny_cpu.sh"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ from helpers import SPEC, random_sample
 from tensordict import NonTensorStack, TensorDict
 
 from r3 import RolloutSample, shard
-from r3.errors import ConfigError, ReplayError, WireError
+from r3.agreement import Agreement
+from r3.errors import ConfigError, ReplayError, ShardError, WireError
 from r3.handoff import NOTE, Note, runs_of
-from r3.trainers.verl.passes import layout_of, numbered, options
+from r3.replay import Coverage
+from r3.trainers.verl.passes import ReplayPasses, layout_of, numbered, options
 from r3.trainers.verl.registry import require_seams
 from r3.trainers.verl.samples import samples_of
+from r3.trainers.verl.stats import PassStats
 
 
 def jagged(parts: list[np.ndarray]) -> torch.Tensor:
@@ -86,6 +90,25 @@ def test_a_stage_reads_its_own_layers(stored: tuple[list[RolloutSample], list[st
         np.testing.assert_array_equal(got.routes.ids, want.routes.ids[[1, 2]])  # layers 1, 2 and 3 route
 
 
+@pytest.mark.parametrize("layers", [None, (2, 3)])
+def test_a_shard_that_is_gone_or_damaged_is_named(
+    stored: tuple[list[RolloutSample], list[str]], layers: tuple[int, ...] | None
+) -> None:
+    samples, notes = stored
+    batch = micro_batch(samples, **{NOTE: NonTensorStack(*notes)})
+    path = Path(Note.from_json(notes[1]).shard)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[whole.rindex(samples[1].routes.ids[2].tobytes())] ^= 1
+    for damaged in (whole[:-3], bytes(flipped)):
+        path.write_bytes(damaged)
+        with pytest.raises(ShardError, match=path.name):
+            samples_of(batch, SPEC, layers)
+    path.unlink()
+    with pytest.raises(ShardError, match=rf"(?s){path.name}: no such shard.*keep_steps"):
+        samples_of(batch, SPEC, layers)
+
+
 def test_verls_synthetic_samples_are_told_by_having_no_loss(stored: tuple[list[RolloutSample], list[str]]) -> None:
     """They are copies of a real sample's fields, its note among them, with other tokens."""
     samples, notes = stored
@@ -98,6 +121,27 @@ def test_verls_synthetic_samples_are_told_by_having_no_loss(stored: tuple[list[R
     numbers = torch.tensor([*numbered(got, [9, 12]), 0, 0])
     assert layout_of(numbers, got).rows.tolist() == [*range(9), *[-1] * 14]
     assert layout_of(numbers, got).lengths == (9,)
+
+
+def test_synthetic_samples_are_counted_once_however_many_ranks_share_a_micro_batch(
+    stored: tuple[list[RolloutSample], list[str]],
+) -> None:
+    samples, notes = stored
+    batch = micro_batch(samples, **{NOTE: NonTensorStack(notes[0], notes[0])})
+    batch["loss_mask"] = jagged([samples[0].loss_mask[4:].astype(np.int64), np.zeros(1, np.int64)])
+
+    class Engine(ReplayPasses):
+        def __init__(self, has_outputs: bool) -> None:
+            self.is_mp_src_rank_with_outputs = lambda: has_outputs
+            self._replay = SimpleNamespace(spec=SPEC, coverage=Coverage(), agreement=Agreement())
+            self._stats = PassStats(self._replay, SPEC.moe_layers)
+
+        def synthetic(self) -> float:
+            assert self._stats is not None
+            self.read(batch)
+            return self._stats.totals("", torch.device("cpu"))["synthetic_samples"]
+
+    assert [Engine(True).synthetic(), Engine(False).synthetic()] == [1, 0]
 
 
 def test_routes_in_the_batch_with_a_note_and_without(stored: tuple[list[RolloutSample], list[str]]) -> None:

@@ -1,6 +1,7 @@
 """veRL on a CPU for tests: its platform, its whole configuration composed, and a server handle for its LLM client.
 
-Import this before anything of veRL; veRL itself, which takes seconds, is imported when it is first needed.
+veRL, which takes seconds, is imported when it is first needed, and only inside `environment()`: it reads its environment then.
+A test module has `pytestmark = pytest.mark.usefixtures("verl_environment")`, and other modules nothing of it.
 
 What is veRL's own: the agent-loop worker, its loops, its clients, the batches, the workers and their engines. What stands in: the
 server actor (veRL's `vLLMHttpServer` is a Ray actor around an in-process engine), of which only `generate.remote(...)` is spoken,
@@ -11,16 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import importlib.util
 import io
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-os.environ.setdefault("VERL_PLATFORM", "cpu")
-os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "r3.trainers.verl.cpu")
-os.environ.setdefault("VERL_ENGINE_VENDOR", "r3")
 
 import aiohttp
 import numpy as np
@@ -36,6 +35,25 @@ assert _VERL is not None
 assert _VERL.origin is not None
 CONFIG_DIR = str(Path(_VERL.origin).parent / "trainer" / "config")
 PROMPT_LENGTH, RESPONSE_LENGTH = 256, 48
+ENVIRONMENT = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "r3.trainers.verl.cpu", "VERL_ENGINE_VENDOR": "r3"}
+
+
+@contextlib.contextmanager
+def environment() -> Iterator[None]:
+    """veRL on its CPU platform with r3's engines, in this process and those that it starts; afterwards as it was before."""
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in before})
+    if "verl" in sys.modules:  # another test has imported it, and it has looked for an accelerator
+        from verl.plugin.platform import platform_manager
+
+        from r3.trainers.verl.cpu import PlatformCPU
+
+        platform_manager._current_platform = PlatformCPU()
+    try:
+        yield
+    finally:
+        for name in ENVIRONMENT.keys() - before.keys():
+            os.environ.pop(name, None)
 
 
 def compose(model: Path, *overrides: str, name: str = "ppo_trainer") -> Any:

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import verl_parts  # first: it sets veRL's environment
+import verl_parts
+
+os.environ.update(
+    {**verl_parts.ENVIRONMENT, **os.environ}
+)  # before veRL is imported; this process is a rank and nothing else
 
 # isort: split
 import numpy as np

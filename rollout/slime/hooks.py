@@ -208,9 +208,15 @@ class Writer:
         return Legs(before, versions)
 
     def _is_written(self, sample: Any, known: dict[str, Any]) -> bool:
-        # By the tokens: metadata is copied to siblings, and kept when a sample is drawn again.
-        name = samples.sample_id_of(sample.index, sample.tokens)
-        return str(known.get("key", "")).rpartition("/")[2] == name
+        # By the tokens: metadata is copied to siblings, and kept when a sample is drawn again. And by what stands in the place of
+        # its routes: drawn again it may have the same tokens, of other weights.
+        key = str(known.get("key", ""))
+        if key.rpartition("/")[2] != samples.sample_id_of(sample.index, sample.tokens):
+            return False
+        rows = sample.rollout_routed_experts
+        if self.settings.routes == "full" or rows is None:
+            return self.settings.routes == "full"
+        return np.size(rows) == 0 if self.framework == "miles" else ticket.decode(rows) == key
 
     def _partials(self) -> ShardStore:
         return ShardStore(self.root.root / "partial", create=True)
@@ -221,7 +227,7 @@ class Writer:
         is_new = not (self.root.root / f"step-{rollout_id:06d}").is_dir()
         step = self.root.step(rollout_id, create=True)
         if is_new and self.settings.keep_steps:
-            self.root.keep_steps(self.settings.keep_steps)
+            self.root.keep_steps(self.settings.keep_steps, newest=rollout_id)
         return step
 
 

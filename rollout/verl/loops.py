@@ -22,6 +22,7 @@ from typing import Any
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop as _SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop as _ToolAgentLoop
 
+from r3.errors import ConfigError
 from r3.handoff import NOTE, Note, runs_of
 from r3.rollout.verl.legs import Request, dense_rows, sample_of, tapped
 from r3.rollout.verl.settings import Settings, check_config, require_trainer, settings_of
@@ -36,7 +37,8 @@ class ReplayLoopMixin:
     Keyword arguments are those of `Settings`; the others go to the loop.
 
     Raises:
-        ConfigError: on construction, a configuration that cannot work; on the first `run`, a trainer that does not replay.
+        ConfigError: on construction, a configuration that cannot work; on the first `run`, a trainer that does not replay, or
+            a loop that returns a list of outputs.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,6 +55,14 @@ class ReplayLoopMixin:
         sampling = dict(sampling_params)  # a server may change the dict
         loop: Any = super()
         output = await loop.run(sampling_params, **kwargs)
+        if isinstance(output, list):
+            raise ConfigError(
+                "this loop returns several outputs, and which request belongs to which cannot be told",
+                where=type(self).__qualname__,
+                expected="one AgentLoopOutput",
+                got=f"a list of {len(output)}",
+                remedy="let the loop return one output, or leave r3 out of it (and VERL_ENGINE_VENDOR unset)",
+            )
         if _is_validation(self, sampling):
             output.routed_experts = None
             return output
@@ -108,7 +118,7 @@ class ReplayLoopMixin:
         run = ShardStore(Path(self.settings.store).absolute(), create=True)
         if self.settings.keep_steps and not (run.root / f"step-{step:06d}").is_dir():
             run.step(step, create=True)
-            run.keep_steps(self.settings.keep_steps)
+            run.keep_steps(self.settings.keep_steps, newest=step)
         return run.step(step, create=True).add(sample, fsync=self.settings.fsync)
 
 

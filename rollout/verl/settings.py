@@ -6,6 +6,7 @@ failure that nobody notices.
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -83,8 +84,17 @@ class Settings:
 
 
 def settings_of(entry: Any) -> Settings:
-    """The settings in an entry of the agent loops' YAML, beside the keys of the loop itself."""
-    return Settings(**{field.name: entry[field.name] for field in fields(Settings) if field.name in entry})
+    """The settings in an entry of the agent loops' YAML, beside the keys of the loop itself.
+
+    Raises:
+        ConfigError: a value that is none of the allowed, or a misspelled key: veRL's loops take any key and say nothing.
+    """
+    known = [field.name for field in fields(Settings)]
+    for key in entry:
+        meant = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+        if meant and key not in known:
+            raise ConfigError(f"unknown setting {key!r}", where="agent loops of r3", expected=meant[0], got=key)
+    return Settings(**{name: entry[name] for name in known if name in entry})
 
 
 def check_config(config: Any, settings: Settings) -> None:

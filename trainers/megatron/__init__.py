@@ -267,9 +267,9 @@ def _tensor_parallel(router: Any) -> tuple[int, int]:
 
 
 def _with_lines(layout: Layout, token_ids: torch.Tensor | None) -> Layout:
-    if token_ids is None:
+    if token_ids is None or token_ids.dim() != 2:  # a flattened tensor does not tell its lines: the layout must
         return layout
-    lines = token_ids.shape[0] if token_ids.dim() == 2 else 1
+    lines = token_ids.shape[0]
     if layout.lines not in (None, lines):
         raise ReplayError(
             "the layout has another number of lines than the token tensor",

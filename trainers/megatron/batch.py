@@ -76,8 +76,8 @@ class Form:
         packed: One after another in one line (THD), or one a line, padded on the right (SBHD).
         multiple: Each sequence's length (packed), or the width of the lines, is rounded up to it; see `Rank.multiple`.
         total_multiple: A packed line's length is rounded up to it as well: 16 or 32 for each rank in FP8.
-        width: A fixed width of the whole micro-batch's lines, so that all micro-batches have one shape, as pipelines want
-            without `variable_seq_lengths`; None for as wide as needed.
+        width: A fixed width of the whole micro-batch's lines, rounded up to `multiple`, so that all micro-batches have one
+            shape, as pipelines want without `variable_seq_lengths`; None for as wide as needed.
         cut: Of context parallelism, `zigzag` or `contiguous`.
     """
 
@@ -95,14 +95,15 @@ class Form:
         """
         bounds = None
         if self.packed:
-            packed = thd(lengths, multiple=self.multiple, total_multiple=self.width or self.total_multiple)
+            width = None if self.width is None else -(-self.width // self.multiple) * self.multiple
+            packed = thd(lengths, multiple=self.multiple, total_multiple=width or self.total_multiple)
             whole, bounds = packed.layout, (packed.cu_seqlens, packed.cu_seqlens_padded)
             begins = np.repeat(bounds[1][:-1], np.diff(bounds[1]))
             positions = np.arange(whole.num_positions) - begins
-            if self.width is not None and whole.num_positions > self.width:
+            if width is not None and whole.num_positions > width:
                 raise ReplayError(
                     "the samples of a micro-batch do not fit its line",
-                    expected=f"at most {self.width} tokens, padding of each sequence to {self.multiple} included",
+                    expected=f"at most {width} tokens, padding of each sequence to {self.multiple} included",
                     got=whole.num_positions,
                     remedy="put fewer samples into a micro-batch, or choose a larger width",
                 )

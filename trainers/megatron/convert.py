@@ -201,9 +201,19 @@ def save(chunks: Sequence[GPTModel], path: Path, like: Path) -> None:
 
     Args:
         chunks: This rank's chunks, bare (`megatron.core.utils.unwrap_model`).
-        path: The new directory, on a file system that every rank sees.
+        path: The new directory, on a file system that every rank sees. Weights that an earlier save left there, by other
+            numbers of ranks, are removed: transformers would load a `model.safetensors` rather than the new files.
         like: The directory that the model was loaded from: its configuration and tokenizer are copied.
+
+    Raises:
+        ConfigError: `path` is `like`.
     """
+    if path.resolve() == like.resolve():
+        raise ConfigError(
+            "the directory that a model was loaded from would be overwritten",
+            where=str(path),
+            remedy="save into another one",
+        )
     mine: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         for parameter_name, parameter, source in parameters(chunk):
@@ -218,6 +228,8 @@ def save(chunks: Sequence[GPTModel], path: Path, like: Path) -> None:
     file = f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
     if rank == 0:
         path.mkdir(parents=True, exist_ok=True)
+        for old in (*path.glob("model.safetensors*"), *path.glob("model-*-of-*.safetensors")):
+            old.unlink()
         for kept in like.iterdir():
             if (
                 kept.is_file()

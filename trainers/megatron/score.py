@@ -126,7 +126,7 @@ class MegatronScorer:
                 output = call()
             return output, lambda logits: (
                 logits.new_zeros(()),
-                {"logprobs": label_logprobs(logits / temperature, batch.labels)},
+                {"logprobs": label_logprobs(logits, batch.labels, temperature)},
             )
 
         lines, width = batch.tokens.shape
@@ -159,8 +159,11 @@ class MegatronScorer:
         )
 
 
-def label_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """log p of each label [b, s] float32, from this TP rank's part of the vocabulary [b, s, V / TP]; differentiable."""
+def label_logprobs(logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """log p of each label [b, s] float32, from this TP rank's part of the vocabulary [b, s, V / TP]; differentiable.
+
+    The division by `temperature` runs in float32: in bfloat16 it rounds the logits a second time.
+    """
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         logits = gather_from_tensor_model_parallel_region(logits)
-    return logits.float().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+    return logits.float().div(temperature).log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)

@@ -83,13 +83,15 @@ class Shards:
         return path
 
     def _by_tokens(self, index: int | None, tokens: npt.NDArray[np.int64]) -> Path:
+        # The last one written, whatever its step: a resumed run counts from a lower one, and an earlier run may have sampled the
+        # same tokens with other weights.
         sample_id = sample_id_of(index, tokens)
-        for store in (self.store.step(number) for number in reversed(self.store.steps())):
-            if (path := store.path_of(sample_id)).is_file():
-                return path
-        if (path := self.store.path_of(sample_id)).is_file():
-            return path
-        raise self._absent(sample_id)
+        name = self.store.path_of(sample_id).name
+        folders = [self.root, *(self.root / f"step-{number:06d}" for number in self.store.steps())]
+        age, path = max((_written(folder / name), folder / name) for folder in folders)
+        if age < 0:
+            raise self._absent(sample_id)
+        return path
 
     def _absent(self, key: str) -> StoreError:
         return StoreError(
@@ -99,6 +101,14 @@ class Shards:
             remedy=f"is {self.hook} on the command line? Does this machine see the same directory? Were more steps deleted "
             "(r3_keep_steps) than samples may wait in the buffer? Were the sample's tokens changed after it was written?",
         )
+
+
+def _written(path: Path) -> int:
+    """When a file was written, in nanoseconds; -1 if it is not there."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return -1
 
 
 def bound_replays(chunks: Sequence[nn.Module], replays: Iterable[Any], spec: RoutingSpec) -> list[dict[int, Any]]:

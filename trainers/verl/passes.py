@@ -118,7 +118,8 @@ class ReplayPasses:
         begin = time.monotonic()
         samples = samples_of(micro_batch, self._replay.spec, layers)
         self._stats.read_s += time.monotonic() - begin
-        self._stats.synthetic += sum(sample is None for sample in samples)
+        if self.is_mp_src_rank_with_outputs():  # type: ignore[attr-defined]  # the other model-parallel ranks read the same ones
+            self._stats.synthetic += sum(sample is None for sample in samples)
         return samples
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from r3 import shard, wire
-from r3.errors import ReplayError
+from r3.errors import ReplayError, ShardError
 from r3.handoff import NOTE, Note
 from r3.partial import PartialSample, Replayable
 from r3.routes import Routes
@@ -116,6 +116,13 @@ def _sample(
 
 
 def _read(path: Path, layers: Sequence[int] | None) -> Replayable:
+    if not path.is_file():
+        raise ShardError(
+            "no such shard: its sample cannot be replayed",
+            where=str(path),
+            expected="the shard that r3's agent loop wrote when the sample was generated",
+            remedy="does this machine see the same directory? Were more steps deleted (keep_steps) than a batch may be stale?",
+        )
     if layers is None:
         return shard.load_file(path)
     return PartialSample.read(ShardStore(path.parent), unquote(path.name.removesuffix(shard.SUFFIX)), layers)
