@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import random_sample
+from typer.testing import CliRunner
 
 import r3
 from r3 import ShardStore
-from r3.cli import options_by_command
+from r3.cli import app, options_by_command
+from r3.cli.diagnosing import labels
+from r3.report import saving
 from r3.settings import read_defaults
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,3 +132,24 @@ def test_kl_diagnostic_script_is_diagnose() -> None:
         [sys.executable, "scripts/kl_diagnostic.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert "Measure the gap between rollout and training" in " ".join(done.stdout.split())
+
+
+def test_a_page_that_cannot_be_made_is_refused_before_the_forwards(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(saving, "_NEEDED", ("no_such_module",))
+    for option in (["--page"], ["--plots", str(tmp_path)]):
+        refused = CliRunner().invoke(app, ["diagnose", str(tmp_path / "absent"), "--model", "x", *option])
+        assert "no_such_module not installed" in str(refused.exception)
+    line = json.dumps({"rollout_logprobs": [-1.0], "train_logprobs": [-1.0]})
+    (tmp_path / "a.jsonl").write_text(line)
+    done = CliRunner().invoke(
+        app, ["diagnose", "--logprobs", str(tmp_path / "a.jsonl"), "--report", str(tmp_path / "v0.1")]
+    )
+    assert done.exit_code == 0, done.output
+    assert "no page: no_such_module not installed" in done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"a.jsonl", "v0.1.json", "v0.1.md", "v0.1.sequences.npz"}
+
+
+def test_stores_of_the_same_name_are_told_apart() -> None:
+    assert labels([Path("a/shards")]) == [""]
+    assert labels([Path("x/before"), Path("x/after")]) == ["before", "after"]
+    assert labels([Path("a/shards"), Path("b/shards")]) == ["a/shards", "b/shards"]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from policies import Engine, Trainer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from r3 import cli, report
 from r3.diagnose import Diagnosis, diagnose
 from r3.diagnose.compare import ROWS_SUFFIX, compare, load_runs, run_of, save_rows, table
+from r3.diagnose.dumped import diagnose_dumps
 from r3.errors import ConfigError, MetricError
 
 
@@ -32,6 +37,12 @@ def saved(result: Diagnosis, path: Path) -> Path:
     report.save([result], path, page=False)
     save_rows([result], path.with_suffix(ROWS_SUFFIX))
     return path.with_suffix(".json")
+
+
+def shown(renderable: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=80).print(renderable)
+    return out.getvalue()
 
 
 def test_the_same_samples_are_paired(runs) -> None:
@@ -102,3 +113,51 @@ def test_the_command_prints_the_comparison(tmp_path, runs) -> None:
     assert "cannot be compared" in str(mixed.exception)
     shards = CliRunner().invoke(cli.app, ["compare", str(tmp_path), str(tmp_path)])
     assert "need the trainer's model" in str(shards.exception)
+
+
+def test_other_rollouts_without_names_or_tokens_are_not_paired(tmp_path) -> None:
+    rng = np.random.default_rng(0)
+
+    def dumped() -> Diagnosis:
+        rollout = [(-0.5 - rng.exponential(1, 20)).tolist() for _ in range(12)]
+        lines = [json.dumps({"rollout_logprobs": r, "train_logprobs": [x - 0.01 for x in r]}) for r in rollout]
+        (tmp_path / "d.jsonl").write_text("\n".join(lines))
+        return diagnose_dumps({"train": [tmp_path / "d.jsonl"]}, resamples=100)
+
+    a, b = dumped(), dumped()
+    assert compare(run_of(a, "a"), run_of(a, "a")).paired
+    assert not compare(run_of(a, "a"), run_of(b, "b")).paired
+
+
+def test_without_rows_nothing_is_said_of_the_difference(tmp_path, runs) -> None:
+    a, b = (saved(runs[name], tmp_path / name) for name in ("before", "after"))
+    a.with_suffix(ROWS_SUFFIX).unlink()
+    [one], [two] = load_runs(a), load_runs(b)
+    text = compare(one, two).text
+    assert "no intervals, so nothing says whether these are differences" in text
+    assert "no difference" not in text
+    assert "resampled" not in text
+
+
+def test_rows_of_another_report_are_refused(tmp_path, runs) -> None:
+    a, b = (saved(runs[name], tmp_path / name) for name in ("before", "after"))
+    shutil.copy(b, a)  # without its rows: those of the older report stay
+    with pytest.raises(MetricError, match="rows beside this report are those of another report"):
+        load_runs(a)
+
+
+def test_a_share_that_no_token_makes_has_no_interval(runs) -> None:
+    got = compare(run_of(runs["before"], "a"), run_of(runs["after"], "b"))
+    empty = [row for row in got.rows if row.metric.startswith("exceed_") and row.a.value == row.b.value == 0]
+    assert empty
+    assert not any(row.a.known or row.difference.known for row in empty)
+
+
+def test_the_table_keeps_its_numbers_at_80_columns(runs) -> None:
+    named = run_of(runs["before"], "a")
+    named.values["[red]live"], named.rows["[red]live"] = named.values["live"], named.rows["live"]
+    text = shown(table(compare(named, named)))
+    assert "\u2026" not in text
+    assert "[red]live" in text.replace("\n", "")
+    assert f"{runs['before'].gaps['live'].k3:.2e}" in text
+    assert "[1.00, 1.00]" in text

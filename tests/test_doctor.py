@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -434,3 +436,19 @@ def test_real_server_shows_its_prefix_cache(vllm_server, tiny_model) -> None:
     assert found["prefix cache"].level == "green"
     assert found["prefix cache"].text.startswith("on")
     assert found["engine dtype"].level == "green"
+
+
+def test_a_disk_that_takes_no_shard_is_red(tmp_path) -> None:
+    """A limit on the size of a file, in a process of its own, does what a full disk does: the write fails half way."""
+    filled(tmp_path)
+    program = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "from r3 import cli\n"
+        f"sys.argv = ['r3', 'doctor', '--store', {str(tmp_path)!r}]\n"
+        "cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "FAILED  disk: 32 MB cannot be written here" in done.stdout, done.stderr
+    assert not [path for path in tmp_path.iterdir() if files.is_leftover(path.name)]

@@ -208,6 +208,20 @@ def cut_npz(path: Path) -> Path:
     return path
 
 
+def few_ids(path: Path) -> Path:
+    ones = -np.ones(2)
+    np.savez(path, lengths=np.array([1, 1]), rollout_logprobs=ones, train_logprobs=ones, sample_ids=np.array(["a"]))
+    return path
+
+
+def bfloat16(path: Path) -> Path:
+    from safetensors.torch import save_file as save_tensors
+
+    names = ("rollout_log_probs", "old_log_probs", "response_mask")
+    save_tensors({name: -torch.ones(1, 2, dtype=torch.bfloat16) for name in names}, path)
+    return path
+
+
 def slime_rollout_only(path: Path) -> Path:
     torch.save({"rollout_id": 0, "samples": [{"index": 0, "tokens": [1, 2], "rollout_log_probs": [-1.0]}]}, path)
     return path
@@ -236,6 +250,34 @@ def cp_slice(path: Path) -> Path:
             "train_logprobs train and rollout_logprobs are of unequal length",
         ),
         (lambda p: write(p / "a.jsonl", '{"rollout_logprobs": [-1], "train_logprobs": [2]}'), "not a log-prob"),
+        (lambda p: write(p / "a.jsonl", '{"rollout_logprobs": [-9999], "train_logprobs": [-1]}'), "not a log-prob"),
+        (lambda p: write(p / "a.jsonl", '{"rollout_logprobs": [{}], "train_logprobs": [-1]}'), "not all numbers"),
+        (
+            lambda p: write(
+                p / "a.jsonl", '{"rollout_logprobs": [-1], "train_logprobs": [-1], "weight_version": "v3"}'
+            ),
+            "weight_version are not all numbers",
+        ),
+        (
+            lambda p: write(
+                p / "a.jsonl", '{"rollout_logprobs": [-1], "train_logprobs": [-1], "weight_version": 1e12}'
+            ),
+            "weight_version is out of range",
+        ),
+        (
+            lambda p: write(p / "a.jsonl", '{"rollout_logprobs": [-1], "train_logprobs": [-1], "loss_mask": [null]}'),
+            "loss_mask is not known for every token",
+        ),
+        (
+            lambda p: write(
+                p / "a.jsonl",
+                '{"rollout_logprobs": [-1], "train_logprobs": {"a": [-1], "b": [-1]}}\n'
+                '{"rollout_logprobs": [-1], "train_logprobs": {"a": [-1]}}',
+            ),
+            "a sequence has other forwards than the first one",
+        ),
+        (lambda p: few_ids(p / "a.npz"), "one id per sequence"),
+        (lambda p: bfloat16(p / "a.safetensors"), "dtype that numpy has not"),
         (lambda p: write(p / "a.npz", "no zip"), "not an .npz of plain arrays"),
         (lambda p: cut_npz(p / "a.npz"), "does not have one value per token"),
         (lambda p: write(p / "a.parquet", "no"), "not a parquet file"),
@@ -329,3 +371,26 @@ def test_the_command_reads_dumps(tmp_path) -> None:
         (["diagnose", str(tmp_path), "--model", "m", "--r2-model", "m"], "does nothing without --r2"),
     ):
         assert message in str(CliRunner().invoke(cli.app, wrong).exception)
+
+
+def test_sequences_without_names_pair_by_their_order(tmp_path) -> None:
+    """veRL's tensors name no sample: the two files of a pair have other names, and one forward may have several files."""
+    (tmp_path / "rank1").mkdir()
+    off, on, more = (verl_pt(tmp_path / name) for name in ("r3-off.pt", "r3-on.pt", "rank1/r3-off.pt"))
+    paired = diagnose_dumps({"live": [off], "replay": [on]}, resamples=100)
+    assert list(paired.forwards) == [LIVE, REPLAY]
+    assert paired.sequences == len(LENGTHS)
+    assert diagnose_dumps({"train": [off, more]}, resamples=100).sequences == 2 * len(LENGTHS)
+
+
+def test_an_aborted_sample_of_slime_is_an_empty_sequence(tmp_path) -> None:
+    samples = slime_samples()
+    empty = {"loss_masks": [], "rollout_log_probs": [], "log_probs": []}
+    torch.save({"samples": [*samples, {**samples[0], **empty, "sample_index": 99}]}, tmp_path / "a.pt")
+    assert diagnose_dumps({"train": [tmp_path / "a.pt"]}, resamples=100).empty == 1
+
+
+def test_null_weight_versions_are_unknown(tmp_path) -> None:
+    entry = {"rollout_logprobs": [-1, -2], "train_logprobs": [-1, -2], "weight_version": [None, 3]}
+    [sequence] = read_dump(write(tmp_path / "a.jsonl", json.dumps(entry)))
+    assert sequence.versions.tolist() == [-1, 3]

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from diagnoses import synthetic
 from helpers import SPEC
 from policies import Engine, Trainer
 
-from r3 import RolloutSample, ShardStore
+from r3 import RolloutSample, Routes, ShardStore
 from r3.diagnose import LIVE, R2, REPLAY, Diagnosis, diagnose
+from r3.diagnose.accumulate import Accumulator
+from r3.diagnose.cautions import replay_itself
+from r3.diagnose.evidence import Evidence
 from r3.errors import MetricError, ReplayError
+from r3.metrics import Estimate
 from r3.testing import SAMPLE_FAULTS
 
 COUNT = 16  # sequences of a broken store: enough for an interval
@@ -305,3 +310,25 @@ def test_greedy_sampling_has_nothing_to_compare(tmp_path) -> None:
     )
     with pytest.raises(MetricError, match="sampled greedily"):
         run(store)
+
+
+@pytest.mark.parametrize(("effect", "found"), [((1.28, 1.12, 1.52), False), ((2.4, 1.6, 3.1), True)])
+def test_selection_is_not_routing_that_is_left(effect: tuple[float, float, float], found: bool) -> None:
+    """1.28 [1.12, 1.52] is a complete replay of a trained model in bfloat16, on 160 sequences that vLLM sampled."""
+    result = synthetic()
+    result.route_effect[REPLAY] = Estimate(*effect)
+    assert any(f.id == "routing-left" for f in replay_itself(result, Evidence(Accumulator([LIVE])))) is found
+
+
+def test_a_record_of_the_last_row_does_not_hide_a_missing_one(tmp_path, healthy: ShardStore) -> None:
+    """Nothing is predicted from the last row: a record there is not coverage."""
+
+    def moved(sample: RolloutSample) -> RolloutSample:
+        chosen, recorded = sample.routes.ids.copy(), sample.routes.recorded.copy()
+        chosen[:, -1], recorded[-1] = chosen[:, 5], True
+        chosen[:, 5], recorded[5] = 0, False
+        return dataclasses.replace(sample, routes=Routes(chosen, recorded))
+
+    result = run(changed(healthy, tmp_path / "s", moved))
+    assert result.replay_coverage == pytest.approx(1 - 1 / 49)
+    assert "coverage" in ids(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from html.parser import HTMLParser
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import tomllib
 from diagnoses import STACK, synthetic
+from rich.console import Console
 
 from r3 import report
 from r3.diagnose import Finding
@@ -273,3 +275,42 @@ def test_wandb_run_keeps_the_scalars_and_the_page(result, tmp_path) -> None:
     assert "KL diagnostic" in page.read_text()
     (log,) = tmp_path.rglob("run-*.wandb")
     assert b"r3/live/k3" in log.read_bytes()
+
+
+def test_a_name_with_dots_is_kept(result, tmp_path) -> None:
+    files = [
+        *report.save([result], tmp_path / "vllm-0.30.0", page=False),
+        *report.save([result], tmp_path / "a.json", page=False),
+    ]
+    assert [path.name for path in files] == ["vllm-0.30.0.json", "vllm-0.30.0.md", "a.json", "a.md"]
+
+
+def test_the_table_keeps_names_and_numbers_at_80_columns() -> None:
+    out = io.StringIO()
+    label = "step[bold]-0012-fp8-vllm-0.30.0"
+    Console(file=out, width=80).print(report.table([synthetic(label=label)]))
+    assert "\u2026" not in out.getvalue()
+    assert label in "".join(line.split(" ")[0] for line in out.getvalue().splitlines())
+    for row in report.rows([synthetic(label=label)]):
+        assert all(number in out.getvalue() for number in row[1:])
+
+
+def test_each_rollout_of_a_report_says_how_it_was_sampled() -> None:
+    raw, processed = synthetic(label="raw"), synthetic(label="processed")
+    processed.rollout = {**processed.rollout, "temperature": 0.7, "logprobs_mode": "processed_logprobs"}
+    notes = report.notes([raw, processed])
+    assert "raw bfloat16: sampled at temperature 1, top_p 1, top_k 0; the engine's raw_logprobs" in notes
+    assert "processed bfloat16: sampled at temperature 0.7, top_p 1, top_k 0; the engine's processed_logprobs" in notes
+    assert sum(note.startswith("rollout: ") for note in notes) == 1, "said once where it is the same"
+
+
+def test_route_effect_and_floor_are_in_the_summary(result) -> None:
+    document = result.to_dict()
+    document["route_effect"] = {
+        "live": {"value": 47.4, "low": 38.4, "high": 59.5},
+        "replay": {"value": 1.17, "low": 1.02, "high": 1.38},
+    }
+    document["floor"] = {"text": "no interval says anything"}
+    summary = report.notes([document])[-1]
+    assert "route effect 47.4 [38.4, 59.5] live, 1.17 [1.02, 1.38] with replay" in summary
+    assert "float floor: no interval says anything" in summary

@@ -88,7 +88,7 @@ def run_reporting_errors(command: Callable[[], object]) -> None:
 def progress_bar(label: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """A progress bar; yields advance(done, total=None)."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),  # names of directories
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

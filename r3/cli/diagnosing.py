@@ -79,6 +79,10 @@ def diagnose(
 
     Every forward scores the same sampled tokens. What was replayed is compared with the shards at the experts themselves.
     """
+    from r3 import report as reporting
+
+    if page or plots is not None:
+        reporting.require_packages()  # before the forwards, not after them
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     if logprobs:
         if stores or model is not None:
@@ -103,12 +107,12 @@ def diagnose(
     results = []
     for each in dtype or [Dtype.bfloat16]:
         scorers = _Scorers(backend, model, each, device, float32=float32, r2_model=r2_model)
-        for store in opened:
-            with progress_bar(f"{store.root.name}, {each.value}") as advance:
+        for label, store in zip(labels(stores), opened, strict=True):
+            with progress_bar(f"{label or store.root.name}, {each.value}") as advance:
                 results.append(
                     scorers.diagnose(
                         store,
-                        label=store.root.name if len(opened) > 1 else "",
+                        label=label,
                         batch_tokens=batch_tokens,
                         limit=limit,
                         allow_other_weights=allow_other_weights,
@@ -120,6 +124,14 @@ def diagnose(
                     )
                 )
     _conclude(results, report or stores[0].parent / "diagnosis", {"shards": stores}, plots, page)
+
+
+def labels(stores: list[Path]) -> list[str]:
+    """What tells stores apart in a report: nothing for one, names for several, paths where names are equal."""
+    if len(stores) == 1:
+        return [""]
+    names = [store.resolve().name for store in stores]
+    return names if len(set(names)) == len(names) else list(map(str, stores))
 
 
 class _Scorers:
@@ -188,12 +200,15 @@ def _conclude(
     for note in reporting.notes(results):
         console.print(f"- {note}", markup=False, soft_wrap=True)
     written = reporting.save(results, stem, page=page)
-    rows = stem.with_suffix(ROWS_SUFFIX)
+    rows = reporting.beside(stem, ROWS_SUFFIX)
     save_rows(results, rows)
     if plots is not None:
         sources = {**sources, "plots": reporting.pictures(results, plots)}
     for name, paths in {**sources, "report": [*written, rows]}.items():
         console.print(f"{name}: {', '.join(map(str, paths))}", markup=False, soft_wrap=True)
+    if page is None and (absent := reporting.missing()):
+        remedy = 'pip install "r3-replay[report]"'
+        console.print(f"no page: {', '.join(absent)} not installed ({remedy})", markup=False, soft_wrap=True)
 
 
 @app.command()

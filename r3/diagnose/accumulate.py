@@ -278,10 +278,13 @@ def _strata(sequence: ScoredSequence, values: Float) -> Float:
 
 
 def _digest(sequence: ScoredSequence) -> str:
-    """Of the compared tokens: where they stand, and which they are, where ids are known."""
+    """Of the compared tokens: where they stand, and which they are. Where ids are not known, the rollout's log-probs tell two
+    rollouts apart."""
     digest = xxhash.xxh3_64(np.ascontiguousarray(sequence.positions, "<i8").data)
     if sequence.tokens is not None:
         digest.update(np.ascontiguousarray(sequence.tokens, "<i8").data)
+    else:
+        digest.update(np.ascontiguousarray(sequence.rollout, "<f8").data)
     return digest.hexdigest()
 
 

@@ -13,6 +13,9 @@ from r3.metrics import Bootstrap
 from r3.metrics.bootstrap import MIN_SEQUENCES
 
 FEW_SEQUENCES = 40  # below it a nominal 95 % covers 90 % (r3.metrics.bootstrap)
+# Complete replays of healthy bfloat16 runs lie at 1.0 to 1.3 (docs/kl-diagnostic.md): live routers differ where rounding is
+# large.
+ROUTE_EFFECT = 1.5
 
 
 def masks(diagnosis: Diagnosis, _: Evidence) -> Iterator[Finding]:
@@ -153,7 +156,7 @@ def replay_itself(diagnosis: Diagnosis, _: Evidence) -> Iterator[Finding]:
             {"noise": diagnosis.noise},
         )
     effect = diagnosis.route_effect.get(REPLAY)
-    if effect is not None and effect.known and effect.low > 1.1:
+    if effect is not None and effect.known and effect.low > ROUTE_EFFECT:
         yield Finding(
             "routing-left",
             "warning",

@@ -12,22 +12,25 @@ S sequences, C columns.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.table import Table
+from rich.text import Text
 
 from r3.diagnose.result import COMPARED, Diagnosis, plain
 from r3.errors import ConfigError, MetricError
 from r3.metrics import Estimate, Float
 from r3.metrics.bootstrap import MIN_SEQUENCES, bca, resampled_sums
 from r3.metrics.sums import COLUMNS, metrics_of, with_sequence_values
+from r3.shard.files import write_atomically
 
 ROWS_SUFFIX = ".sequences.npz"
 _ABOUT = ("label", "trainer", "rollout", "run", "verdict")
@@ -115,8 +118,9 @@ def save_rows(diagnoses: Sequence[Diagnosis], path: Path) -> None:
         arrays[f"{i}/keys"] = np.array(diagnosis.sequence_keys)
         for name, rows in diagnosis.sequence_rows.items():
             arrays[f"{i}/{name}"] = rows
-    with path.open("wb") as file:
-        np.savez_compressed(file, **arrays)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    write_atomically(path, buffer.getvalue())
 
 
 def run_of(diagnosis: Diagnosis, name: str) -> Run:
@@ -139,7 +143,7 @@ def load_runs(path: Path, which: int | None = None) -> list[Run]:
 
     Raises:
         ConfigError: no such file, or it has not so many.
-        MetricError: not a report of `r3 diagnose`, or of another version.
+        MetricError: not a report of `r3 diagnose`, or of another version, or beside it lie the rows of another one.
     """
     try:
         report = json.loads(path.read_text())
@@ -170,17 +174,35 @@ def _run(path: Path, index: int, data: dict[str, Any], rows: dict[str, Any], *, 
     prefix = f"{index}/"
     mine = {key.removeprefix(prefix): array for key, array in rows.items() if key.startswith(prefix)}
     keys = tuple(mine.pop("keys").tolist()) if "keys" in mine else ()
-    return Run(name, {"name": name, **{key: data.get(key) for key in _ABOUT}}, _values(data), keys, mine)
+    values = _values(data)
+    _require_its_own(values, mine, path)
+    return Run(name, {"name": name, **{key: data.get(key) for key in _ABOUT}}, values, keys, mine)
+
+
+def _require_its_own(values: Mapping[str, Mapping[str, float]], rows: Mapping[str, Float], path: Path) -> None:
+    """Rows of an older run may lie beside a report that was copied here: their sums then give other values than it says."""
+    for name, table in rows.items():
+        says = values.get(name, {}).get("k3", math.nan)
+        found = float(metrics_of(with_sequence_values(table).sum(axis=0))["k3"])
+        if math.isfinite(says) and not math.isclose(says, found, rel_tol=1e-6, abs_tol=1e-15):
+            raise MetricError(
+                f"the rows beside this report are those of another report: k3 of {name} is not the same",
+                where=str(path.with_suffix(ROWS_SUFFIX)),
+                expected=says,
+                got=found,
+                remedy="copy a report's .json and .sequences.npz together; without rows the comparison has no intervals",
+            )
 
 
 def table(comparison: RunComparison) -> Table:
-    """For the terminal."""
+    """For the terminal, in 80 columns: names of forwards give way, numbers never."""
     out = Table(box=None, padding=(0, 1, 0, 0))
-    for column in ("forward", "metric", "A", "B", "B - A, 95 % interval", "B / A, 95 % interval"):
-        out.add_column(column, justify="left" if column in ("forward", "metric") else "right", no_wrap=True)
+    for index, column in enumerate(("forward", "metric", "A", "B", "B - A\n95 % interval", "B / A\n95 % interval")):
+        justify: Literal["left", "right"] = "left" if index < 2 else "right"
+        out.add_column(column, justify=justify, no_wrap=index > 0, overflow="fold")
     for row in comparison.rows:
         out.add_row(
-            row.forward,
+            Text(row.forward),  # not markup: a dump's forward has the name that it was given
             row.metric,
             f"{row.a.value:.2e}",
             f"{row.b.value:.2e}",
@@ -193,7 +215,7 @@ def table(comparison: RunComparison) -> Table:
 def _shown(estimate: Estimate, style: str) -> str:
     if not math.isfinite(estimate.value):
         return "-"
-    interval = f" [{estimate.low:{style}}, {estimate.high:{style}}]" if estimate.known else ""
+    interval = f"\n\\[{estimate.low:{style}}, {estimate.high:{style}}]" if estimate.known else ""
     return f"{estimate.value:{style}}{interval}"
 
 
@@ -259,6 +281,8 @@ class _Pair:
             if self.small:
                 return Estimate(value)
             resampled, without = (statistic(of[0][metric], of[1][metric]) for of in (self.resampled, self.without))
+            if metric.startswith("exceed_") and not np.ptp(resampled):
+                return Estimate(value)  # as `Bootstrap`: resamples of no token bound nothing
             return Estimate(value, *bca(resampled, value, without, self.level))
 
 
@@ -274,10 +298,17 @@ def _text(rows: Sequence[RunDifference], paired: bool, sequences: int) -> str:
             change = f"k3 of {row.forward} {row.a.value:.2e} to {row.b.value:.2e}"
             if row.ratio.known:
                 change += f" (times {row.ratio.value:.2f}, 95 % interval {row.ratio.low:.2f} to {row.ratio.high:.2f})"
-            parts.append(change + ("" if row.speaks else ", no difference that the interval shows"))
-    basis = (
-        f"paired over {sequences} sequences" if paired else "other samples: the two runs are resampled independently"
-    )
+            silent = row.difference.known and not row.speaks
+            parts.append(change + (", no difference that the interval shows" if silent else ""))
+    if not any(row.difference.known for row in rows):
+        basis = (
+            f"no intervals, so nothing says whether these are differences: {ROWS_SUFFIX} of a report is not beside it, or it has "
+            f"fewer than {MIN_SEQUENCES} sequences"
+        )
+    elif paired:
+        basis = f"paired over {sequences} sequences"
+    else:
+        basis = "other samples: the two runs are resampled independently"
     return f"{'; '.join(parts)}; {basis}"
 
 

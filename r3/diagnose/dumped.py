@@ -113,18 +113,29 @@ def _joined(files: Mapping[str, Sequence[Path]]) -> dict[str, DumpedSequence]:
     """Sequences by id, each with the log-probs of every forward.
 
     Raises:
-        MetricError: a sample that one forward has and another has not, or has with other tokens.
+        MetricError: a sample that one forward has and another has not, or has with other tokens or forwards.
     """
     out: dict[str, DumpedSequence] = {}
+    names: dict[str, list[str]] = {}
     for number, (name, paths) in enumerate(files.items()):
         seen: set[str] = set()
-        for path in paths:
+        for part, path in enumerate(paths):
             for sequence in read_dump(path):
-                key, where = sequence.sample_id, f"{path}: sample {sequence.sample_id!r}"
+                where = f"{path}: sample {sequence.sample_id!r}"
+                # Numbers in a file, unlike names, start again in the next one, and pair by the order of the files.
+                key = sequence.sample_id if sequence.named or len(paths) == 1 else f"{part}:{sequence.sample_id}"
                 if key in seen:
                     raise MetricError("a sample twice in one forward", where=where)
                 seen.add(key)
                 train = _renamed(sequence.train, name, alone=len(files) == 1)
+                names.setdefault(name, list(train))
+                if list(train) != names[name]:
+                    raise MetricError(
+                        "a sequence has other forwards than the first one",
+                        where=where,
+                        expected=names[name],
+                        got=list(train),
+                    )
                 if number == 0:
                     out[key] = DumpedSequence.make(
                         str(path), key, sequence.rollout, train, mask=sequence.mask, versions=sequence.versions,

@@ -43,13 +43,17 @@ def float_floor(
     says = {
         "within": "what is left after replay is no more than the rounding of two forwards with the same experts",
         "above": "more is left after replay than the rounding of two forwards with the same experts",
-        "unknown": "the interval does not say whether what is left after replay is more than rounding",
+        "unknown": "no interval says whether what is left after replay is more than rounding",
     }[answer]
     text = (
-        f"{says}: k3 {residual.value:.2e} [{residual.low:.2e}, {residual.high:.2e}] against a floor of {floor.value:.2e} "
-        f"[{floor.low:.2e}, {floor.high:.2e}], ratio {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+        f"{says}: k3 {_shown(residual, '.2e')} against a floor of {_shown(floor, '.2e')}, ratio {_shown(ratio, '.2f')}"
     )
     return FloatFloor(one, floor, residual, ratio, bootstrap.estimate(FLOAT32_REPLAY, "k3"), answer, text)
+
+
+def _shown(estimate: Estimate, style: str) -> str:
+    interval = f" [{estimate.low:{style}}, {estimate.high:{style}}]" if estimate.known else ""
+    return f"{estimate.value:{style}}{interval}"
 
 
 def _scaled(estimate: Estimate, by: float) -> Estimate:

@@ -218,7 +218,7 @@ def coverage(diagnosis: Diagnosis, _: Evidence) -> Iterator[Finding]:
         return
     text = (
         f"{1 - diagnosis.replay_coverage:.1%} of the rows that replay needs have no record and were routed live "
-        f"({diagnosis.recorded:,} of {diagnosis.rows - diagnosis.sequences:,} are recorded)"
+        f"({diagnosis.recorded - diagnosis.recorded_last:,} of {diagnosis.rows - diagnosis.sequences:,} are recorded)"
     )
     numbers = {"replay_coverage": diagnosis.replay_coverage}
     replay = diagnosis.forwards.get(REPLAY)

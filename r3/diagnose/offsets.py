@@ -15,6 +15,7 @@ import numpy.typing as npt
 from r3.metrics import Float
 
 OFFSETS = (-1, 0, 1)
+_PAIRS = 16  # of tokens below which a correlation says nothing
 _ROWS = 256  # of a sample whose routes are compared at offsets
 
 
@@ -41,11 +42,11 @@ class OffsetCorrelation:
         self.sums += other.sums
 
     def correlations(self) -> dict[int, float]:
-        """By offset; NaN where a side does not vary."""
+        """By offset; NaN where a side does not vary, or over fewer than _PAIRS tokens."""
         n, x, y, xx, yy, xy = self.sums.T
         with np.errstate(divide="ignore", invalid="ignore"):
             r = (xy / n - x * y / n**2) / np.sqrt((xx / n - (x / n) ** 2) * (yy / n - (y / n) ** 2))
-        return dict(zip(OFFSETS, r.tolist(), strict=True))
+        return dict(zip(OFFSETS, np.where(n < _PAIRS, np.nan, r).tolist(), strict=True))
 
     @property
     def slope(self) -> float:

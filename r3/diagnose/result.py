@@ -204,6 +204,7 @@ class Diagnosis:
         noise: Mean |log-prob difference| of the sampled tokens between the two replays.
         verified: (token, layer) pairs whose replayed ids were seen at the experts and equal the record.
         rows, recorded: Tokens of all samples, and those with a record.
+        recorded_last: Samples whose last row has one: no replay needs it, so it must not stand in for one that is missing.
         sequences: Samples read. `empty`: those without a token to compare. `missing`: tokens under the loss mask for which
             the rollout gave no log-prob.
         run: What repeats it: command, versions, options, seed and resamples of the bootstrap, source, digest of the tokens.
@@ -225,6 +226,7 @@ class Diagnosis:
     verified: int = 0
     rows: int = 0
     recorded: int = 0
+    recorded_last: int = 0
     sequences: int = 0
     empty: int = 0
     missing: int = 0
@@ -240,7 +242,7 @@ class Diagnosis:
     @property
     def replay_coverage(self) -> float:
         """Recorded rows as a share of those that a replay needs: all but the last of each sequence. 1 is complete."""
-        return self.recorded / max(self.rows - self.sequences, 1)
+        return (self.recorded - self.recorded_last) / max(self.rows - self.sequences, 1)
 
     @property
     def gaps(self) -> dict[str, GapMetrics]:

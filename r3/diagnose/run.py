@@ -101,6 +101,7 @@ def diagnose(
             scorer.spec.require_same(sample.spec, f"sample {sample.sample_id!r}")
             result.rows += sample.num_tokens
             result.recorded += sample.routes.num_recorded
+            result.recorded_last += int(sample.routes.recorded[-1:].sum())
             digest.update(f"{sample.sample_id}:{sample.token_digest};".encode())
         result.verified += passes.score(batch)
         result.sequences += len(batch)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from r3.diagnose.result import LIVE, REPLAY, Diagnosis, Verdict
 from r3.metrics import DIRECTION
+from r3.metrics.bootstrap import MIN_SEQUENCES
 
 
 def verdict(diagnosis: Diagnosis) -> Verdict:
@@ -18,11 +21,17 @@ def verdict(diagnosis: Diagnosis) -> Verdict:
     ratio, live, replay = compared.ratio, diagnosis.forwards[LIVE].gap, diagnosis.forwards[REPLAY].gap
     values = f"k3, an estimate of {DIRECTION}, is {live.k3:.2e} live and {replay.k3:.2e} with replay"
     if not ratio.known:
-        if live.k3 == 0:
+        if live.k3 == replay.k3 == 0:
             return Verdict("good", f"There is no gap to close: {values}.", "k3", "value")
-        return Verdict(
-            "unknown", f"Too few sequences for an interval: {values}.", "k3", "ratio of replay to live", ratio
-        )
+        if diagnosis.sequences - diagnosis.empty < MIN_SEQUENCES:
+            why = "Too few sequences for an interval"
+        elif math.isfinite(live.k3) and math.isfinite(replay.k3):
+            why = "No interval, since only few sequences have a gap at all"
+        else:
+            why = (
+                "No interval, since a token's ratio is beyond all numbers (worst tokens: is a log-prob a placeholder?)"
+            )
+        return Verdict("unknown", f"{why}: {values}.", "k3", "ratio of replay to live", ratio)
     interval = f"ratio {ratio.value:.2f}, 95 % interval {ratio.low:.2f} to {ratio.high:.2f}"
     if ratio.low > 1:
         text = f"Replay makes the gap larger: {values} ({interval})."

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from r3 import shard
 from r3.doctor.checks import Check, green, red, yellow
+from r3.errors import StoreError
 from r3.shard import files
 from r3.spec import RoutingSpec
 from r3.store import ShardStore
@@ -186,7 +187,7 @@ def disk(root: Path, *, size: int = WRITE_BYTES) -> tuple[Check, int, float]:
     """Free space, and the speed of writing and syncing `size` bytes; returns both besides the check.
 
     Raises:
-        StoreError: this user may not write there.
+        StoreError: this user may not write there, or so much does not fit.
     """
     ShardStore(root).check_writable()
     free = shutil.disk_usage(root).free
@@ -200,6 +201,12 @@ def disk(root: Path, *, size: int = WRITE_BYTES) -> tuple[Check, int, float]:
             file.flush()
             os.fsync(file.fileno())
         rate = size / (time.perf_counter() - begin)
+    except OSError as error:  # a full disk, a quota, a file system that went away
+        raise StoreError(
+            f"{size >> 20} MB cannot be written here ({error.strerror or error})",
+            where=str(root),
+            remedy="free space or raise the quota: a shard is written whole or not at all",
+        ) from None
     finally:
         probe.unlink(missing_ok=True)
     return space(free, rate), free, rate

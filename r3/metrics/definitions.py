@@ -7,6 +7,8 @@ F(tau) of arXiv 2510.11370; chi-square, ESS and their clamp of the log-ratio at 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +16,7 @@ from r3.errors import MetricError
 
 TAUS = (1.1, 1.5, 2.0, 3.0, 5.0, 10.0)
 DIRECTION = "KL(rollout || train)"
+IMPOSSIBLE = -700.0  # no sampled token has less, and exp(d) would overflow: vLLM writes -9999 where it has -inf
 CLAMP = 20.0  # of log-ratios inside chi-square and ESS: veRL's SAFETY_BOUND
 
 Float = npt.NDArray[np.float64]
@@ -37,15 +40,16 @@ def log_ratio(train_logprobs: npt.ArrayLike, rollout_logprobs: npt.ArrayLike, wh
         raise MetricError(
             "no sampled token to compare", where=where, remedy="the loss mask is empty: nothing was sampled"
         )
-    for name, values in (("trainer", train), ("rollout", rollout)):
-        bad = np.flatnonzero(~np.isfinite(values) | (values > 1e-3))
+    for name, values, least in (("trainer", train, -math.inf), ("rollout", rollout, IMPOSSIBLE)):
+        bad = np.flatnonzero(~np.isfinite(values) | (values > 1e-3) | (values < least))
         if len(bad):
             raise MetricError(
                 f"the {name} gave something that is not a log-prob",
                 where=f"{where}: token {int(bad[0])}",
-                expected="a finite number <= 0",
+                expected="a finite number <= 0"
+                + (f", above {least:g} for a sampled token" if math.isfinite(least) else ""),
                 got=float(values[bad[0]]),
-                remedy="look for logits in place of log-probs, or a token that the engine gave no log-prob for",
+                remedy="look for logits in place of log-probs, or a token that the engine gave no log-prob for (NaN is left out)",
             )
     return train - rollout
 

@@ -15,8 +15,11 @@ from r3.report.documents import to_json as to_json
 from r3.report.loggers import log_tensorboard as log_tensorboard
 from r3.report.loggers import log_wandb as log_wandb
 from r3.report.loggers import scalars as scalars
+from r3.report.saving import beside as beside
 from r3.report.saving import html as html
+from r3.report.saving import missing as missing
 from r3.report.saving import pictures as pictures
+from r3.report.saving import require_packages as require_packages
 from r3.report.saving import save as save
 from r3.report.table import COLUMNS as COLUMNS
 from r3.report.table import markdown as markdown

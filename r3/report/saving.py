@@ -29,19 +29,19 @@ def save(
         ConfigError: a page is asked for and its packages are not installed.
     """
     found = documents(diagnoses)
-    files = [stem.with_suffix(".json"), stem.with_suffix(".md")]
+    files = [beside(stem, ".json"), beside(stem, ".md")]
     stem.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(files[0], (json.dumps(to_json(found), indent=2) + "\n").encode())
     write_atomically(files[1], markdown(found).encode())
     if page or (page is None and not missing()):
-        files.append(stem.with_suffix(".html"))
+        files.append(beside(stem, ".html"))
         write_atomically(files[2], html(found, tokenizer=tokenizer).encode())
     return tuple(files)
 
 
 def html(diagnoses: Diagnoses, *, tokenizer: Tokenizer | None = None) -> str:
     """The page, as text; `tokenizer` as in `save`."""
-    _require()
+    require_packages()
     from r3.report.page import page
 
     found = documents(diagnoses)
@@ -54,7 +54,7 @@ def pictures(diagnoses: Diagnoses, folder: Path, *, scale: float = 2.0) -> list[
     Args:
         scale: Pixels per unit of a plot 640 wide.
     """
-    _require()
+    require_packages()
     from r3.report.charts import figures
     from r3.report.rendering import png
 
@@ -69,11 +69,18 @@ def pictures(diagnoses: Diagnoses, folder: Path, *, scale: float = 2.0) -> list[
     return out
 
 
+def beside(stem: Path, suffix: str) -> Path:
+    """`<stem><suffix>`. Only an ending of a report's own files is replaced: `vllm-0.30.0` keeps its last number."""
+    bare = stem.with_suffix("") if stem.suffix in (".json", ".md", ".html") else stem
+    return bare.with_name(bare.name + suffix)
+
+
 def missing() -> list[str]:
     """Packages of the extra `report` that are not installed."""
     return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
 
-def _require() -> None:
+def require_packages() -> None:
+    """Raises ConfigError unless pages and pictures can be made."""
     if absent := missing():
         raise ConfigError(f"{', '.join(absent)} not installed", remedy='pip install "r3-replay[report]"')

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rich.table import Table
+from rich.text import Text
 
 from r3.metrics import DIRECTION
 from r3.report.documents import (
@@ -15,6 +18,7 @@ from r3.report.documents import (
     name_of,
     pair,
     percent,
+    plain,
     scientific,
     share,
     shown_forwards,
@@ -50,9 +54,11 @@ def table(diagnoses: Diagnoses) -> Table:
     out.title_justify = "left"
     for index, column in enumerate(COLUMNS):
         heading = column if index == 0 else column.replace(" ", "\n", 1)
-        out.add_column(heading, justify="left" if index == 0 else "right", no_wrap=True, vertical="bottom")
+        # Names give way, numbers never: a number that is cut reads like another one.
+        justify: Literal["left", "right"] = "left" if index == 0 else "right"
+        out.add_column(heading, justify=justify, no_wrap=index > 0, overflow="fold", vertical="bottom")
     for row in rows(diagnoses):
-        out.add_row(*row)
+        out.add_row(*map(Text, row))  # not markup: labels are names of directories
     return out
 
 
@@ -83,19 +89,34 @@ def markdown(diagnoses: Diagnoses) -> str:
 def notes(diagnoses: Diagnoses) -> list[str]:
     """What the table's columns are and its numbers stand on, in sentences."""
     found = documents(diagnoses)
-    rollout, trainer = found[0]["rollout"], found[0]["trainer"]
     out = [
         "F(t): share of tokens with max(r, 1/r) > t, r = p_train / p_rollout; other expert set: share of (token, layer) whose "
         "experts differ from the rollout's; tokens with one: share of tokens with at least one such layer",
     ]
-    if rollout.get("temperature") is not None:
-        out.append(
-            f"sampled at temperature {rollout['temperature']:g}, top_p {rollout['top_p']:g}, top_k {rollout['top_k']}; "
-            f"the engine's {rollout['logprobs_mode'] or 'log-probs'}"
-        )
-    engine = f"{rollout.get('engine', '')} {rollout.get('engine_version', '')}".strip() or "not stated"
-    out.append(f"rollout: {engine}; trainer: {_stack(trainer)}; {_WEIGHTS[rollout.get('weights', 'unknown')]}")
+    for of in (_sampling, _sides):
+        said = [of(document) for document in found]
+        if len(set(said)) == 1:
+            out += [said[0]] if said[0] else []
+        else:  # stores of different rollouts in one report
+            out += [f"{name_of(document)}: {text}" for document, text in zip(found, said, strict=True) if text]
     return out + [_summary(document) for document in found]
+
+
+def _sampling(document: Document) -> str:
+    rollout = document["rollout"]
+    if rollout.get("temperature") is None:
+        return ""
+    return (
+        f"sampled at temperature {rollout['temperature']:g}, top_p {rollout['top_p']:g}, top_k {rollout['top_k']}; "
+        f"the engine's {rollout['logprobs_mode'] or 'log-probs'}"
+    )
+
+
+def _sides(document: Document) -> str:
+    rollout = document["rollout"]
+    engine = f"{rollout.get('engine', '')} {rollout.get('engine_version', '')}".strip() or "not stated"
+    trainer = _stack(document["trainer"])
+    return f"rollout: {engine}; trainer: {trainer}; {_WEIGHTS[rollout.get('weights', 'unknown')]}"
 
 
 def _stack(trainer: dict[str, str]) -> str:
@@ -143,10 +164,26 @@ def _summary(document: Document) -> str:
             f"; {document['verified_token_layers']:,} of {document['recorded_rows'] * layers:,} recorded (token, layer) "
             f"seen at the experts as recorded; coverage {document['coverage']:.2%} of rows"
         )
+    effect = document["route_effect"].get(other or "")
+    if effect and effect["value"] is not None:
+        text += f"; route effect {_estimate(document['route_effect'][base])} {base}, {_estimate(effect)} with {other}"
+    if document["floor"] is not None and document["floor"]["text"] not in _lowered(document["verdict"]["text"]):
+        text += f"; float floor: {document['floor']['text']}"
     noise = document["noise_mean_abs"]
     if noise is not None:
         text += f"; two replays differ by {noise:.1e} (mean abs diff: the noise floor)"
     return text
+
+
+def _estimate(estimate: dict[str, float | None]) -> str:
+    """`1.17 [1.02, 1.38]`."""
+    known = estimate["low"] is not None and estimate["high"] is not None
+    return plain(estimate["value"]) + (f" [{plain(estimate['low'])}, {plain(estimate['high'])}]" if known else "")
+
+
+def _lowered(verdict: str) -> str:
+    """A verdict's sentences as a clause would have them."""
+    return ". ".join(sentence[:1].lower() + sentence[1:] for sentence in verdict.split(". "))
 
 
 def _lower(live: float | None, replay: float | None) -> str:

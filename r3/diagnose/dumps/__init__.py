@@ -38,7 +38,7 @@ class DumpedSequence:
     """The response of one sequence, n tokens.
 
     Attributes:
-        sample_id: As the dump names it.
+        sample_id: As the dump names it; its number in the file where the dump names none, and `named` is False.
         rollout: [n] the engine's log-probs.
         train: The trainer's, by name [n].
         mask: [n] bool, the tokens that the loss uses.
@@ -52,6 +52,7 @@ class DumpedSequence:
     mask: npt.NDArray[np.bool_]
     versions: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int64] | None = None
+    named: bool = True
 
     @classmethod
     def make(
@@ -64,35 +65,35 @@ class DumpedSequence:
         mask: npt.ArrayLike | None = None,
         versions: npt.ArrayLike | None = None,
         tokens: npt.ArrayLike | None = None,
+        named: bool = True,
     ) -> DumpedSequence:
         """With every length checked.
 
         Raises:
-            MetricError: vectors of unequal length, or none of the trainer's.
+            MetricError: vectors of unequal length or of something else than numbers, or none of the trainer's.
         """
-        rollout = np.asarray(rollout, np.float64).ravel()
+        at = f"{where}: sample {sample_id!r}"
+        rollout = _numbers("rollout_logprobs", rollout, at)
         if not train:
             raise MetricError(
                 "no log-probs of the trainer",
-                where=f"{where}: sample {sample_id!r}",
+                where=at,
                 expected="train_logprobs (slime: log_probs, veRL: old_log_probs)",
             )
         count = len(rollout)
-        versions = UNKNOWN_VERSION if versions is None else versions
+        of = _versions(UNKNOWN_VERSION if versions is None else versions, at)
         vectors: dict[str, npt.NDArray[Any]] = {
-            **{f"train_logprobs {name}": np.asarray(values, np.float64).ravel() for name, values in train.items()},
-            "loss_mask": np.ones(count, np.bool_) if mask is None else np.asarray(mask).ravel() != 0,
-            "weight_version": np.broadcast_to(np.asarray(versions, np.int32), (count,))
-            if np.ndim(versions) == 0
-            else np.asarray(versions, np.int32).ravel(),
+            **{f"train_logprobs {name}": _numbers(f"train_logprobs {name}", each, at) for name, each in train.items()},
+            "loss_mask": np.ones(count, np.bool_) if mask is None else _mask(mask, at),
+            "weight_version": np.broadcast_to(of, (count,)) if versions is None or np.ndim(versions) == 0 else of,
         }
         if tokens is not None:
-            vectors["tokens"] = np.asarray(tokens, np.int64).ravel()
+            vectors["tokens"] = _numbers("tokens", tokens, at).astype(np.int64)
         for name, values in vectors.items():
             if len(values) != count:
                 raise MetricError(
                     f"{name} and rollout_logprobs are of unequal length",
-                    where=f"{where}: sample {sample_id!r}",
+                    where=at,
                     expected=count,
                     got=len(values),
                     remedy="all vectors are of the response; a slice of a context parallel rank must be gathered first",
@@ -104,7 +105,43 @@ class DumpedSequence:
             vectors["loss_mask"],
             vectors["weight_version"],
             vectors.get("tokens"),
+            named,
         )
+
+
+def _numbers(name: str, values: npt.ArrayLike, where: str) -> Float:
+    """[n] float64; null is NaN."""
+    try:
+        return np.asarray(values, np.float64).ravel()
+    except (ValueError, TypeError, OverflowError) as error:
+        raise MetricError(f"{name} are not all numbers ({error})", where=where, expected="a flat list") from None
+
+
+def _mask(values: npt.ArrayLike, where: str) -> npt.NDArray[np.bool_]:
+    numbers = _numbers("loss_mask", values, where)
+    if np.isnan(numbers).any():
+        raise MetricError(
+            "loss_mask is not known for every token",
+            where=f"{where}: token {int(np.isnan(numbers).argmax())}",
+            expected="0 or 1",
+            remedy="write 0 for tokens that the loss does not use",
+        )
+    return numbers.astype(np.bool_)
+
+
+def _versions(values: npt.ArrayLike, where: str) -> npt.NDArray[np.int32]:
+    """int32; null is UNKNOWN_VERSION."""
+    numbers = _numbers("weight_version", values, where)
+    numbers = np.where(np.isnan(numbers), UNKNOWN_VERSION, numbers)
+    limits = np.iinfo(np.int32)
+    if (wrong := (numbers < limits.min) | (numbers > limits.max)).any():
+        raise MetricError(
+            "weight_version is out of range",
+            where=where,
+            expected="a number of 32 bits, as of a training step",
+            got=float(numbers[wrong][0]),
+        )
+    return numbers.astype(np.int32)
 
 
 def read_dump(path: Path) -> Iterator[DumpedSequence]:

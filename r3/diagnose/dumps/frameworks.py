@@ -76,6 +76,13 @@ def read_safetensors(path: Path) -> Iterator[DumpedSequence]:
         tensors = safetensors.numpy.load_file(path)
     except safetensors.SafetensorError as error:
         raise MetricError(f"not a safetensors file ({error})", where=str(path)) from None
+    except TypeError as error:  # numpy has no bfloat16
+        raise MetricError(
+            f"tensors of a dtype that numpy has not ({error})",
+            where=str(path),
+            expected="float32 or wider",
+            remedy="save the log-probs with .float(): bfloat16 rounds them by more than the gap",
+        ) from None
     if missing := set(_VERL) - set(tensors):
         raise MetricError("tensors are missing", where=str(path), expected=sorted(missing), got=sorted(tensors))
     return _verl(path, tensors)
@@ -95,12 +102,13 @@ def _verl(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> Iterator[Dumpe
     for i in range(len(rollout)):
         yield DumpedSequence.make(
             str(path),
-            f"{path.stem}:{i}",
+            str(i),
             rollout[i],
             {DEFAULT_NAME: train[i]},
             mask=mask[i],
             versions=None if versions is None else versions[i],
             tokens=None if tokens is None else tokens[i],
+            named=False,
         )
 
 
@@ -109,6 +117,11 @@ def _array(value: Any) -> npt.NDArray[Any]:
     if hasattr(value, "is_floating_point") and value.is_floating_point():
         value = value.double()
     return np.asarray(value)
+
+
+def _response(tokens: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """The last `count` tokens: none for an aborted sample."""
+    return tokens[max(len(tokens) - count, 0) :]
 
 
 def _transposed(path: Path, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -124,8 +137,10 @@ def _transposed(path: Path, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _slime(path: Path, samples: Any) -> Iterator[DumpedSequence]:
     for i, sample in enumerate(samples):
         index = next(
-            (sample[n] for n in ("sample_index", "sample_indices", "rollout_position") if sample.get(n) is not None), i
+            (sample[n] for n in ("sample_index", "sample_indices", "rollout_position") if sample.get(n) is not None),
+            None,
         )
+        named, index = index is not None, i if index is None else index
         where = f"{path}: sample {index}"
         if "log_probs" not in sample:
             raise MetricError(
@@ -148,5 +163,6 @@ def _slime(path: Path, samples: Any) -> Iterator[DumpedSequence]:
             rollout,
             {DEFAULT_NAME: _array(sample["log_probs"])},
             mask=None if mask is None else _array(mask),
-            tokens=None if tokens is None else _array(tokens)[-len(rollout) :],
+            tokens=None if tokens is None else _response(_array(tokens), len(rollout)),
+            named=named,
         )

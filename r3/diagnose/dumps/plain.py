@@ -17,7 +17,7 @@ from r3.errors import ConfigError, MetricError
 
 
 def read_jsonl(path: Path) -> Iterator[DumpedSequence]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{path}:{number}"
             if not line.strip():
@@ -44,6 +44,7 @@ def read_jsonl(path: Path) -> Iterator[DumpedSequence]:
                 mask=entry.get("loss_mask"),
                 versions=entry.get("weight_version"),
                 tokens=entry.get("tokens"),
+                named="sample_id" in entry,
             )
 
 
@@ -65,10 +66,15 @@ def read_npz(path: Path) -> Iterator[DumpedSequence]:
                 expected=[int(ends[-1]) if len(ends) else 0],
                 got=list(values.shape),
             )
-    ids = arrays["sample_ids"].tolist() if "sample_ids" in arrays else range(len(ends))
+    named = "sample_ids" in arrays
+    ids = arrays["sample_ids"].tolist() if named else range(len(ends))
+    if len(ids) != len(ends):
+        raise MetricError(
+            "sample_ids does not have one id per sequence", where=str(path), expected=len(ends), got=len(ids)
+        )
     for i, (sample_id, end) in enumerate(zip(ids, ends.tolist(), strict=True)):
         part = {name: values[end - int(arrays["lengths"][i]) : end] for name, values in flat.items()}
-        yield _from_columns(path, str(sample_id), part, "rollout_logprobs", "train_logprobs", "tokens")
+        yield _from_columns(path, str(sample_id), part, "rollout_logprobs", "train_logprobs", "tokens", named)
 
 
 def read_parquet(path: Path) -> Iterator[DumpedSequence]:
@@ -104,7 +110,13 @@ def read_parquet(path: Path) -> Iterator[DumpedSequence]:
 
 
 def _from_columns(
-    path: Path, sample_id: str, columns: Mapping[str, npt.NDArray[Any]], rollout: str, train: str, tokens: str
+    path: Path,
+    sample_id: str,
+    columns: Mapping[str, npt.NDArray[Any]],
+    rollout: str,
+    train: str,
+    tokens: str,
+    named: bool = True,
 ) -> DumpedSequence:
     forwards = {
         DEFAULT_NAME if name == train else name.removeprefix(train + "."): values.astype(np.float64)
@@ -119,4 +131,5 @@ def _from_columns(
         mask=columns.get("loss_mask"),
         versions=columns.get("weight_version"),
         tokens=columns.get(tokens),
+        named=named,
     )
