@@ -18,6 +18,8 @@ from r3 import RoutingSpec
 from r3.replay import Replay
 from r3.trainers.transformers import attach, detach, right_padded
 
+pytestmark = pytest.mark.engine  # tracing takes ten seconds
+
 CONFIG = {"num_hidden_layers": 2}  # one dense, one routed
 SPEC = RoutingSpec(2, (1,), 8, 2, model_type="qwen3_moe")
 # Of one shape, with other tokens and other rows that route live.
