@@ -104,3 +104,8 @@ class MetricError(R3Error):
 
 class ConfigError(R3Error):
     """A setting or a combination of settings that cannot work."""
+
+
+def first_line(error: Exception) -> str:
+    """Of another library's message, for a message of ours; empty if it has none."""
+    return str(error).strip().partition("\n")[0]

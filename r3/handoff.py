@@ -76,12 +76,6 @@ class Note:
         return mask
 
 
-def runs_of(mask: Mask) -> tuple[tuple[int, int], ...]:
-    """The runs [start, stop) of True in a mask [T]."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-    return tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))
-
-
 def announce_trainer(**facts: Any) -> bool:
     """Say in this Ray job's key-value store that this process replays; False where Ray does not run.
 

@@ -118,3 +118,9 @@ class Routes:
                 expected=f"0..{spec.num_experts - 1}",
                 got=int(self.ids[layer, token, slot]),
             )
+
+
+def runs_of(mask: Mask) -> tuple[tuple[int, int], ...]:
+    """The runs [start, stop) of True in a mask [T]."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return tuple((int(start), int(stop)) for start, stop in edges.reshape(-1, 2))

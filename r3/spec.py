@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from r3.errors import SpecError
+from r3.errors import SpecError, first_line
 from r3.families import FAMILIES, MEGATRON, UNTOLD, numbers
 
 
@@ -185,7 +185,7 @@ def _load(source: Any) -> Any:
             return AutoConfig.for_model(family, **values)
         except Exception as error:  # unknown family, or its own validation in one of several exception types
             raise SpecError(
-                f"transformers makes no config of family {family!r} from this ({_first_line(error)})"
+                f"transformers makes no config of family {family!r} from this ({first_line(error)})"
             ) from None
     path = Path(source)
     if not (path / "config.json" if path.is_dir() else path).is_file():
@@ -196,12 +196,8 @@ def _load(source: Any) -> Any:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise SpecError(
-            f"transformers cannot read this model's config ({_first_line(error)})", where=str(path)
+            f"transformers cannot read this model's config ({first_line(error)})", where=str(path)
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _text_config(config: Any) -> Any:

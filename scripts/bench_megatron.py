@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from timing import timed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3 import Layout, RolloutSample, Routes, RoutingSpec
@@ -194,18 +194,6 @@ def switched(run: Callable[[], None], switch: Callable[[bool], None], pairs: int
                 switch(False)
         ratios.append(times[True] / times[False])
     return np.array(ratios[1:])  # the first pair warms up
-
-
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cpu":
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    work()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 class Operations(TorchDispatchMode):

@@ -9,7 +9,6 @@ that neighbours do not. Weights and routes are random: neither changes the work.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Annotated
@@ -20,6 +19,7 @@ import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
+from timing import timed
 
 from r3 import RolloutSample, Routes, RoutingSpec
 from r3.microbatch import MicroBatch, TokenCheck
@@ -143,19 +143,6 @@ def paired(a: Callable[[], None], b: Callable[[], None], pairs: int, device: tor
         first, second = (timed(run, device) for run in order)
         ratios.append(first / second if i % 2 else second / first)
     return np.array(ratios)
-
-
-def timed(work: Callable[[], None], device: torch.device) -> float:
-    """Seconds of one call, the device's work included."""
-    if device.type == "cpu":
-        start = time.process_time()
-        work()
-        return time.process_time() - start
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    work()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def random_sample(rng: np.random.Generator, spec: RoutingSpec, tokens: int, sample_id: str) -> RolloutSample:

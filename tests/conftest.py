@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -72,3 +73,18 @@ def vllm_server(tiny_model: Path) -> Iterator[VllmServer]:
 @pytest.fixture(scope="session")
 def engine(vllm_server: VllmServer) -> EngineInfo:
     return asyncio.run(preflight(vllm_server.url))
+
+
+@pytest.fixture(scope="module")
+def models() -> Iterator[ModuleType]:
+    """tests/megatron_models.py, whose import takes Megatron with it, in a process group of one."""
+    import megatron_models
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from torch import distributed
+
+    megatron_models.one_process()
+    yield megatron_models
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # Megatron's own global, of whatever shape the last loss had
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    megatron_models.parallel_state.destroy_model_parallel()

@@ -24,22 +24,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 LENGTHS = (9, 12, 5)
 
 
-@pytest.fixture(scope="module")
-def groups() -> Iterator[types.ModuleType]:
-    """tests/megatron_models.py, whose import takes Megatron with it, in a process group of one."""
-    import megatron_models
-
-    megatron_models.one_process()
-    yield megatron_models
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    megatron_models.parallel_state.destroy_model_parallel()
-
-
 @pytest.fixture
-def models(groups: types.ModuleType) -> types.ModuleType:
-    groups.one_process()
-    return groups
+def models(models: types.ModuleType) -> types.ModuleType:
+    models.one_process()  # a test before may have left other groups
+    return models
 
 
 def exact(models: Any, model: Any, replay: Any, micro: Any = None, chunk: Any = None) -> bool:
@@ -228,7 +216,7 @@ PIPELINES: dict[str, tuple[dict[str, Any], list[list[tuple[int, ...]]]]] = {
 
 @pytest.mark.parametrize("freq", [1, 2, [0, 1, 1, 0, 1, 0, 0, 1]], ids=["all", "one in two", "a pattern"])
 @pytest.mark.parametrize("kind", PIPELINES)
-def test_routers_are_bound_by_global_layer_number(kind: str, freq: Any, groups) -> None:
+def test_routers_are_bound_by_global_layer_number(kind: str, freq: Any, models) -> None:
     """Every chunk of every rank of a pipeline, built in one process under process groups that do nothing."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -244,8 +232,8 @@ def test_routers_are_bound_by_global_layer_number(kind: str, freq: Any, groups) 
             dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         parallel_state.initialize_model_parallel(1, size, virtual, create_gloo_process_groups=False)
-        config = groups.config(**{"num_layers": num_layers, "moe_layer_freq": freq, **settings})
-        built = [groups.build(config, stage) for stage in (range(virtual) if virtual else [None])]
+        config = models.config(**{"num_layers": num_layers, "moe_layer_freq": freq, **settings})
+        built = [models.build(config, stage) for stage in (range(virtual) if virtual else [None])]
         replay = attach(built, min_agreement=0)
         assert replay.spec.moe_layers == tuple(routed)
         assert [replay.layers_of(chunk) for chunk in built] == [

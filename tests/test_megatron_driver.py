@@ -7,7 +7,6 @@ layout.
 from __future__ import annotations
 
 import os
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,17 +208,6 @@ def test_a_token_that_was_not_read_is_not_replayed(store, monkeypatch) -> None:
 
 
 # In a model ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def models() -> Iterator[types.ModuleType]:
-    """tests/megatron_models.py, whose import takes Megatron with it, in a process group of one."""
-    import megatron_models
-
-    megatron_models.one_process()
-    yield megatron_models
-    torch.distributed.destroy_process_group()
-    megatron_models.parallel_state.destroy_model_parallel()
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ Gate weights are held against formulas written out here, of the logits of all ex
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,17 +22,6 @@ from r3.trainers.megatron import attach, detach
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 LENGTHS = (9, 12, 5)
-
-
-@pytest.fixture(scope="module")
-def models() -> Iterator[types.ModuleType]:
-    """tests/megatron_models.py, whose import takes Megatron with it, in a process group of one."""
-    import megatron_models
-
-    megatron_models.one_process()
-    yield megatron_models
-    torch.distributed.destroy_process_group()
-    megatron_models.parallel_state.destroy_model_parallel()
 
 
 # The formulas: weights [n, K] of logits [n, E] and ids [n, K]; choice [n, E], what the router's own top-k is of.

@@ -19,9 +19,10 @@ from omegaconf import OmegaConf
 
 from r3 import Provenance, wire
 from r3.errors import ConfigError, R3Error, ReplayError, SampleError, WireError
-from r3.handoff import Note, announce_trainer, announced_trainers, runs_of
+from r3.handoff import Note, announce_trainer, announced_trainers
 from r3.rollout.verl.legs import Request, dense_rows, sample_of, tapped
 from r3.rollout.verl.settings import Settings, check_config, settings_of
+from r3.routes import runs_of
 from r3.testing import random_rows
 
 PROVENANCE = Provenance(engine="vllm", engine_version="0.30.0")

@@ -15,8 +15,9 @@ from tensordict import NonTensorStack, TensorDict
 from r3 import RolloutSample, shard
 from r3.agreement import Agreement
 from r3.errors import ConfigError, ReplayError, ShardError, WireError
-from r3.handoff import NOTE, Note, runs_of
+from r3.handoff import NOTE, Note
 from r3.replay import Coverage
+from r3.routes import runs_of
 from r3.trainers.verl.passes import ReplayPasses, layout_of, numbered, options
 from r3.trainers.verl.registry import require_seams
 from r3.trainers.verl.samples import samples_of

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from r3.errors import ReplayError
+from r3.errors import ReplayError, first_line
 from r3.spec import RoutingSpec
 from r3.trainers.topk import Selection, SelectionMode, require_one
 
@@ -147,7 +147,7 @@ def probe(found: SparseBlock, spec: RoutingSpec, layer: int, hidden_size: int) -
         received = reached.arguments
     except Exception as error:  # foreign code on dummy weights fails in its own ways; each is a refusal, with its words
         raise ReplayError(
-            f"this block's router could not be tried on dummy rows ({type(error).__name__}: {_first_line(error)})",
+            f"this block's router could not be tried on dummy rows ({type(error).__name__}: {first_line(error)})",
             where=where,
             remedy="attach before the model is wrapped (FSDP1 flattens its weights) and without fused kernels for its MoE "
             "blocks; else this router is not supported",
@@ -270,7 +270,3 @@ def _dummy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _name(spec: RoutingSpec) -> str:
     return f"{spec.model_type}: " if spec.model_type else ""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

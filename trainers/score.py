@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from r3.diagnose.scoring import Scored, Scorer
+from r3.diagnose.scoring import Scored, Scorer, require_dtype
 from r3.errors import ConfigError
 from r3.fingerprint import model_fingerprint
 from r3.sample import RolloutSample
@@ -79,10 +79,7 @@ class TransformersScorer:
         device: str | None = None,
         router_scores: bool = False,
     ) -> None:
-        if dtype not in ("bfloat16", "float16", "float32"):
-            raise ConfigError(
-                "unknown dtype of the trainer's forward", expected="bfloat16, float16 or float32", got=dtype
-            )
+        require_dtype(dtype)
         self.spec = RoutingSpec.from_config(path)
         self.fingerprint = model_fingerprint(path)
         self.path, self.dtype, self.router_scores = str(path), dtype, router_scores

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from r3.errors import ReplayError
+from r3.errors import ConfigError, ReplayError
 from r3.sample import RolloutSample
 from r3.spec import RoutingSpec
 
@@ -57,6 +57,15 @@ class Scorer(Protocol):
     def score(self, samples: Sequence[RolloutSample], *, replay: bool, temperature: float) -> list[Scored]:
         """One forward over the samples as one batch; log-probs of logits / temperature."""
         ...
+
+
+def require_dtype(dtype: str) -> None:
+    """
+    Raises:
+        ConfigError: not a dtype of a scorer's forward.
+    """
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ConfigError("unknown dtype of the trainer's forward", expected="bfloat16, float16 or float32", got=dtype)
 
 
 def require_replayed(sample: RolloutSample, scored: Scored, spec: RoutingSpec) -> None:

@@ -138,3 +138,19 @@ def require_routes_are_asked_for(args: Any, hook: str) -> None:
             got="use_rollout_routing_replay=False",
             remedy="add --use-rollout-routing-replay, or take r3's hooks out of the command line",
         )
+
+
+def require_unfused_router(args: Any, hook: str) -> None:
+    """Raise if the trainer's router is fused.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if getattr(args, "moe_router_fusion", False):
+        raise ConfigError(
+            "the fused router chooses experts inside its kernel: replay would silently do nothing",
+            where=hook,
+            expected="moe_router_fusion=False",
+            got="moe_router_fusion=True",
+            remedy="take --moe-router-fusion out of the model arguments",
+        )

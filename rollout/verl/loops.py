@@ -23,9 +23,10 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop as _ToolAgentLoop
 
 from r3.errors import ConfigError
-from r3.handoff import NOTE, Note, runs_of
+from r3.handoff import NOTE, Note
 from r3.rollout.verl.legs import Request, dense_rows, sample_of, tapped
 from r3.rollout.verl.settings import Settings, check_config, require_trainer, settings_of
+from r3.routes import runs_of
 from r3.sample import UNKNOWN_VERSION, Provenance, RolloutSample
 from r3.spec import RoutingSpec
 from r3.store import ShardStore

@@ -35,7 +35,7 @@ from torch import nn
 from r3.errors import ReplayError
 from r3.microbatch import MicroBatch
 from r3.partial import PartialSample, Replayable, positions_of
-from r3.routes import Routes
+from r3.routes import Routes, runs_of
 from r3.sample import RolloutSample
 from r3.shard import ShardFile
 from r3.store import ShardStore
@@ -188,8 +188,7 @@ def _read(
         routes = file.routes(positions)
     else:
         ids = np.zeros((len(layers), file.num_tokens, file.spec.top_k), file.spec.dtype)
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], needed, [False]])))
-        for start, stop in edges.reshape(-1, 2):
+        for start, stop in runs_of(needed):
             ids[:, start:stop] = file.routes(positions, slice(start, stop)).ids
         routes, held = Routes(ids, file.recorded), needed
     return PartialSample(sample_id, file.spec, file.tokens(), routes, tuple(layers), file.loss_mask, held)

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from r3.diagnose import Scored
+from r3.diagnose.scoring import Scored, require_dtype
 from r3.errors import ConfigError
 from r3.fingerprint import model_fingerprint
 from r3.sample import RolloutSample
@@ -52,10 +52,7 @@ class MegatronScorer:
         device: str | None = None,
         parallel: dict[str, int] | None = None,
     ) -> None:
-        if dtype not in ("bfloat16", "float16", "float32"):
-            raise ConfigError(
-                "unknown dtype of the trainer's forward", expected="bfloat16, float16 or float32", got=dtype
-            )
+        require_dtype(dtype)
         there = "cuda" if torch.cuda.is_available() else "cpu"
         if device is not None and torch.device(device).type != there:
             raise ConfigError("Megatron-core runs on the GPU where there is one", expected=there, got=device)

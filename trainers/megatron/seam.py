@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from r3.errors import ReplayError
+from r3.errors import ReplayError, first_line
 from r3.replay import Replay
 from r3.spec import RoutingSpec
 from r3.trainers.topk import Selection, SelectionMode, require_one
@@ -211,7 +211,7 @@ def prove(router: Any, spec: RoutingSpec, layer: int) -> None:
     except Exception as error:  # foreign code fails in its own ways; each is a refusal, with its words
         raise ReplayError(
             f"this router fails on dummy logits, or asks for its experts in a way that r3 does not know "
-            f"({type(error).__name__}: {_first_line(error)})",
+            f"({type(error).__name__}: {first_line(error)})",
             where=where,
             expected=f"router_replay.get_replay_topk({', '.join(_ARGUMENTS)})" if has_seam(router) else "torch.topk",
             got=_called(probe) if has_seam(router) else "no seam",
@@ -274,7 +274,3 @@ def version() -> str:
     import megatron.core
 
     return str(getattr(megatron.core, "__version__", "of unknown version"))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

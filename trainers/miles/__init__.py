@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from r3.errors import ConfigError
-from r3.rollout.slime.settings import Settings, require_routes_are_asked_for
+from r3.rollout.slime.settings import Settings, require_routes_are_asked_for, require_unfused_router
 
 __all__ = ["init", "setup_worker"]
 
@@ -36,14 +36,7 @@ def init(args: Any) -> None:
     """
     settings = Settings.from_args(args)
     require_routes_are_asked_for(args, "r3.trainers.miles.init")
-    if getattr(args, "moe_router_fusion", False):
-        raise ConfigError(
-            "the fused router chooses experts inside its kernel: replay would silently do nothing",
-            where="r3.trainers.miles.init",
-            expected="moe_router_fusion=False",
-            got="moe_router_fusion=True",
-            remedy="take --moe-router-fusion out of the model arguments",
-        )
+    require_unfused_router(args, "r3.trainers.miles.init")
     if settings.trainer != "lazy":
         raise ConfigError(
             "r3_trainer: direct is for slime alone",

@@ -15,7 +15,7 @@ import os
 from typing import Any
 
 from r3.errors import ConfigError
-from r3.rollout.slime.settings import Settings, require_routes_are_asked_for
+from r3.rollout.slime.settings import Settings, require_routes_are_asked_for, require_unfused_router
 from r3.trainers.slime import lazy
 from r3.trainers.slime.kl import kl_report as kl_report
 from r3.trainers.slime.kl import no_correction as no_correction
@@ -49,14 +49,7 @@ def init(args: Any) -> None:
         )
     if os.environ.get(_ENABLED, "0") != "1":
         return
-    if getattr(args, "moe_router_fusion", False):
-        raise ConfigError(
-            "the fused router chooses experts inside its kernel: replay would silently do nothing",
-            where="r3.trainers.slime.init",
-            expected="moe_router_fusion=False",
-            got="moe_router_fusion=True",
-            remedy="take --moe-router-fusion out of the model arguments",
-        )
+    require_unfused_router(args, "r3.trainers.slime.init")
     if settings.trainer == "lazy":
         if settings.routes == "full":
             return  # slime replays its own rows

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from r3.diagnose.dumps import DEFAULT_NAME, DumpedSequence
-from r3.errors import ConfigError, MetricError
+from r3.errors import ConfigError, MetricError, first_line
 
 _VERL = ("rollout_log_probs", "old_log_probs", "response_mask")
 
@@ -42,7 +42,7 @@ def read_pt(path: Path) -> Iterator[DumpedSequence]:
         data: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
         raise MetricError(
-            f"torch cannot read this file without executing code ({str(error).splitlines()[0]})",
+            f"torch cannot read this file without executing code ({first_line(error)})",
             where=str(path),
             expected="tensors, lists, dicts, numbers and strings",
             remedy="save plain tensors; a DataProto or TensorDict is a pickle: save dict(batch.batch) of plain tensors",
