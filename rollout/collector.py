@@ -1,6 +1,6 @@
 """collector: ask for n samples of every prompt, and keep each with its routes as a shard.
 
-    prompts --VllmClient--> Completion --wire--> Routes --> RolloutSample --> ShardStore
+    prompts --Sampler--> Completion --Recorder--> ShardStore
 
 One sample is one request and one shard, so what is written is never lost and a later run goes on where this one ended: by
 error, Ctrl-C or SIGKILL. Sample k of a prompt is `<prompt id>.<k>`; a sample whose shard exists is not asked for again.
@@ -22,17 +22,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
-import orjson
-
-from r3 import wire
 from r3.errors import ConfigError, EngineError, PromptError, R3Error, StoreError
 from r3.rollout.client import Retry, VllmClient
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt
-from r3.rollout.protocol import Completion, Sampling
-from r3.sample import UNKNOWN_VERSION, Provenance, RolloutSample
+from r3.rollout.protocol import Completion, Sampler, Sampling
+from r3.rollout.recording import Recorder
+from r3.sample import UNKNOWN_VERSION
 from r3.store import ShardStore
-from r3.wire.engines import Context
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,6 +91,7 @@ async def collect(
     weight_version: int = UNKNOWN_VERSION,
     on_bad_prompt: Literal["stop", "skip"] = "stop",
     progress: Callable[[CollectReport], None] | None = None,
+    sampler: Sampler | None = None,
     retry: Retry | None = None,
     timeout_s: float = 1800.0,
     api_key: str | None = None,
@@ -108,6 +106,7 @@ async def collect(
         weight_version: Version of the weights that the engine samples with, e.g. the trainer's step.
         on_bad_prompt: What a prompt that the server refuses, or a response that cannot be used, does to the rest.
         progress: Called on the event loop after every sample.
+        sampler: What is asked instead of the servers, e.g. an engine in this process; it samples as it was made to.
         retry, timeout_s, api_key: As in `VllmClient`.
         fsync: As in `r3.shard.save_file`.
 
@@ -120,30 +119,25 @@ async def collect(
         raise ConfigError(
             "nothing to do", expected="n and concurrency of at least 1", got=f"n={n}, concurrency={concurrency}"
         )
-    collection = _Collection(store, engine, sampling or Sampling(), weight_version, on_bad_prompt, progress, fsync)
+    recorder = Recorder(store, engine, sampling or Sampling(), weight_version=weight_version, fsync=fsync)
+    collection = _Collection(recorder, on_bad_prompt, progress)
     await asyncio.to_thread(collection.prepare, prompts, n)
-    client = VllmClient(
-        engine.urls, engine.model, collection.sampling, retry=retry, timeout_s=timeout_s, api_key=api_key
-    )
-    return await collection.run(client, concurrency)
+    if sampler is None:
+        sampler = VllmClient(
+            engine.urls, engine.model, recorder.sampling, retry=retry, timeout_s=timeout_s, api_key=api_key
+        )
+    return await collection.run(sampler, concurrency)
 
 
 class _Collection:
     """The state of one `collect`."""
 
     def __init__(
-        self,
-        store: ShardStore,
-        engine: EngineInfo,
-        sampling: Sampling,
-        weight_version: int,
-        on_bad_prompt: str,
-        progress: Callable[[CollectReport], None] | None,
-        fsync: bool,
+        self, recorder: Recorder, on_bad_prompt: str, progress: Callable[[CollectReport], None] | None
     ) -> None:
-        self.store, self.engine, self.sampling = store, engine, sampling
-        self.weight_version, self.on_bad_prompt = weight_version, on_bad_prompt
-        self.progress, self.fsync = progress, fsync
+        self.recorder, self.store = recorder, recorder.store
+        self.engine, self.sampling = recorder.engine, recorder.sampling
+        self.on_bad_prompt, self.progress = on_bad_prompt, progress
         self.tasks: list[_Task] = []
         self.asked = self.present = self.started = self.written = self.prompt_tokens = self.tokens = self.bytes = 0
         self.failures: list[Failure] = []
@@ -173,9 +167,9 @@ class _Collection:
             present += [task for task in tasks if task.sample_id in there]
         self.asked, self.present = len(prompts) * n, len(present)
         for task in present[:: max(1, len(present) // _COMPARED)]:
-            self._require_alike(task)
+            self.recorder.require_alike(task.prompt, task.sample_id)
 
-    async def run(self, client: VllmClient, concurrency: int) -> CollectReport:
+    async def run(self, client: Sampler, concurrency: int) -> CollectReport:
         self.begin = time.monotonic()
         queue = iter(self.tasks)
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="r3-collect")
@@ -201,14 +195,14 @@ class _Collection:
         )
         return error
 
-    async def _work(self, client: VllmClient, queue: Iterator[_Task], pool: ThreadPoolExecutor) -> None:
+    async def _work(self, client: Sampler, queue: Iterator[_Task], pool: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
         for task in queue:
             self.started += 1
             try:
                 self._refuse_at_once(task.prompt)
                 completion = await client.sample(task.prompt, seed=sample_seed(self.sampling.seed, task.sample_id))
-                size = await loop.run_in_executor(pool, self._keep, task, completion)
+                size = await loop.run_in_executor(pool, self.recorder.keep, task.prompt, task.sample_id, completion)
             except (StoreError, EngineError):
                 raise
             except R3Error as error:
@@ -234,37 +228,6 @@ class _Collection:
                     got=f"{len(prompt.payload)} + {self.sampling.max_tokens} = {total}",
                     remedy="shorten the prompt, lower max_tokens, or serve with a larger --max-model-len; or skip such prompts",
                 )
-
-    def _keep(self, task: _Task, completion: Completion) -> int:
-        """Decode, check and write one sample; returns the shard's size. Runs in a thread."""
-        num_tokens = len(completion.prompt_token_ids) + len(completion.token_ids)
-        spec, where = self.engine.spec, f"sample {task.sample_id!r} of {task.prompt.where}"
-        sample = RolloutSample.from_rollout(
-            sample_id=task.sample_id,
-            group_id=task.prompt.prompt_id,
-            spec=spec,
-            prompt_tokens=completion.prompt_token_ids,
-            response_tokens=completion.token_ids,
-            response_logprobs=completion.logprobs,
-            routes=wire.decode_vllm(
-                completion.routed_experts, spec, num_tokens=num_tokens, where=where, context=self._context(completion)
-            ),
-            weight_version=self.weight_version,
-            provenance=self._provenance(task.prompt, completion.finish_reason),
-        )
-        if task.sample_id in self.store:  # another collector on the same store was faster; its sample is as good
-            return 0
-        return self.store.add(sample, fsync=self.fsync).stat().st_size
-
-    def _context(self, completion: Completion) -> Context:
-        return Context(
-            engine=self.engine.engine,
-            version=self.engine.engine_version,
-            channel="http",
-            finish_reason=completion.finish_reason,
-            stream=False,
-            prompt_tokens=len(completion.prompt_token_ids),
-        )
 
     def _give_up(self, task: _Task, error: R3Error) -> None:
         self.failures.append(Failure(task.sample_id, error))
@@ -293,49 +256,6 @@ class _Collection:
             self.bytes,
             time.monotonic() - self.begin,
         )
-
-    def _provenance(self, prompt: Prompt, finish_reason: str) -> Provenance:
-        engine, sampling = self.engine, self.sampling
-        extra = {"prompt_digest": prompt.digest, "max_tokens": str(sampling.max_tokens)}
-        if sampling.seed is not None:
-            extra["seed"] = str(sampling.seed)
-        if sampling.extra:
-            extra["request"] = orjson.dumps(dict(sampling.extra), option=orjson.OPT_SORT_KEYS).decode()
-        return Provenance(
-            engine=engine.engine,
-            engine_version=engine.engine_version,
-            model=engine.model,
-            model_fingerprint=engine.model_fingerprint,
-            temperature=float(sampling.temperature),
-            top_p=float(sampling.top_p),
-            top_k=sampling.top_k,
-            logprobs_mode=engine.logprobs_mode,
-            finish_reason=finish_reason,
-            extra=extra,
-        )
-
-    def _require_alike(self, task: _Task) -> None:
-        """Refuse to add to samples of another model, of other settings or of another prompt under the same id."""
-        sample = self.store.open(task.sample_id)
-        where = str(self.store.path_of(task.sample_id))
-        self.engine.spec.require_same(sample.spec, where)
-        theirs, ours = sample.provenance, self._provenance(task.prompt, "")
-        model = "model_fingerprint" if theirs.model_fingerprint and ours.model_fingerprint else "model"
-        names = (model, "temperature", "top_p", "top_k", "logprobs_mode")
-        pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in names]
-        pairs += [
-            (name, theirs.extra.get(name), ours.extra.get(name)) for name in ("prompt_digest", "max_tokens", "request")
-        ]
-        pairs.append(("weight_version", set(sample.weight_version[sample.loss_mask].tolist()), {self.weight_version}))
-        for name, got, expected in pairs:
-            if got != expected:
-                raise StoreError(
-                    f"the samples that are here already were made with another {name}",
-                    where=where,
-                    expected=f"{expected} (as asked for now)",
-                    got="nothing" if got is None else got,
-                    remedy="collect into another directory, or ask for the same to resume",
-                )
 
 
 async def _until_done(work: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +97,8 @@ class Completion:
         prompt_token_ids: [P] int64.
         token_ids: [G] int64, the sampled tokens.
         logprobs: [G] float32, of the sampled tokens, natural log.
-        routed_experts: base64 of a `.npy`, None if the server sent null.
+        routed_experts: base64 of a `.npy`, None if the server sent null; from an engine in this process an integer array
+            [rows, layers, K].
         finish_reason: `stop`, `length`, ...
         url: The server that sampled.
     """
@@ -104,9 +106,31 @@ class Completion:
     prompt_token_ids: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
-    routed_experts: str | None
+    routed_experts: str | npt.NDArray[Any] | None
     finish_reason: str
     url: str
+
+
+class Sampler(Protocol):
+    """What can be asked for samples: servers (`r3.rollout.client.VllmClient`) or an engine in this process.
+
+    An async context manager; `sample` is called many times at once inside it.
+    """
+
+    async def __aenter__(self) -> Any: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    async def sample(self, prompt: Prompt, *, seed: int | None = None) -> Completion:
+        """One response to a prompt.
+
+        Raises:
+            PromptError: this prompt cannot be sampled, now or later; others can.
+            EngineError: nothing can be sampled any more.
+        """
+        ...
 
 
 def request_of(prompt: Prompt, model: str, sampling: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
