@@ -78,8 +78,16 @@ class ShardError(R3Error):
     """A shard file that is not one, is damaged, or is of another version."""
 
 
+class NoShardError(ShardError):
+    """There is no file, or object, of that name."""
+
+
 class StoreError(R3Error):
     """A directory of shards that cannot be read or written."""
+
+
+class PresentError(StoreError):
+    """What was to be written is there already: another writer was first, and its shard stays."""
 
 
 class LayoutError(R3Error):
@@ -92,6 +100,14 @@ class ReplayError(R3Error):
 
 class EngineError(R3Error):
     """A rollout engine that is absent, is not what it should be, or does not return routes."""
+
+
+class CaptureError(R3Error):
+    """An engine whose routers cannot be captured, or a step, a slot or a batch that does not fit what was captured."""
+
+
+class LayerRangeError(CaptureError, IndexError):
+    """A layer that captures and is not one of the model's."""
 
 
 class PromptError(R3Error):

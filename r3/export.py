@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,13 +29,17 @@ from r3.sample import RolloutSample
 from r3.shard import files
 from r3.shard.format1 import encode
 from r3.spec import RoutingSpec
-from r3.store import ShardStore
+from r3.store import ShardStore, is_store
 
 Item = tuple[int | None, RolloutSample]  # (step, sample)
 
 
 def export(
-    source: Path, out: Path, *, limit: int | None = None, progress: Callable[[int, int], None] | None = None
+    source: str | os.PathLike[str],
+    out: Path,
+    *,
+    limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Write a shard, or a store and its steps, to `out`; the ending of its name chooses the format.
 
@@ -53,29 +58,29 @@ def export(
     write = {".npz": _write_npz, ".parquet": _write_parquet}.get(out.suffix)
     if write is None:
         raise ConfigError("not a format of export", where=str(out), expected="a name ending in .npz or .parquet")
-    paths = _paths(source)[:limit]
-    if not paths:
+    keys = _keys(source)[:limit]
+    if not keys:
         raise StoreError("no shard to export", where=str(source))
 
     def items() -> Iterator[Item]:
-        for number, (step, path) in enumerate(paths, 1):
-            yield step, shard.load_file(path)
+        for number, (step, key) in enumerate(keys, 1):
+            yield step, shard.load_file(key)
             if progress is not None:
-                progress(number, len(paths))
+                progress(number, len(keys))
 
     with _appearing(out) as temporary:
         write(items(), temporary)
-    return len(paths)
+    return len(keys)
 
 
-def _paths(source: Path) -> list[tuple[int | None, Path]]:
-    if not source.is_dir():
-        return [(None, source)]
+def _keys(source: str | os.PathLike[str]) -> list[tuple[int | None, str]]:
+    if not is_store(source):
+        return [(None, os.fspath(source))]
     store = ShardStore(source)
-    found: list[tuple[int | None, Path]] = [(None, store.path_of(sample_id)) for sample_id in store.sample_ids()]
+    found: list[tuple[int | None, str]] = [(None, store.key_of(sample_id)) for sample_id in store.sample_ids()]
     for number in store.steps():
         step = store.step(number)
-        found += [(number, step.path_of(sample_id)) for sample_id in step.sample_ids()]
+        found += [(number, step.key_of(sample_id)) for sample_id in step.sample_ids()]
     return found
 
 

@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
+from typing import TypeVar
 
 from rich.table import Table
 
 from r3 import shard
 from r3.errors import R3Error, ShardError, StoreError
 from r3.shard import format1
+from r3.shard.files import is_url
 from r3.spec import RoutingSpec
-from r3.store import ShardStore
+from r3.store import ShardStore, id_in, is_store
 
 _PROVENANCE = (
     "engine",
@@ -32,20 +34,24 @@ _PROVENANCE = (
     "finish_reason",
 )
 _THREADS = 4  # reading and hashing hold no interpreter lock
+_THREADS_REMOTE = 32  # waiting for answers
 
+R = TypeVar("R")
 Progress = Callable[[int, int], None]  # (done, total)
 
 
 @dataclass
 class Verification:
-    """What `verify` found: how many shards and bytes were read, and the error of each that is bad, by file."""
+    """What `verify` found: how many shards and bytes were read, and the error of each that is bad, by key."""
 
     shards: int = 0
     bytes: int = 0
-    bad: dict[Path, R3Error] = field(default_factory=dict)
+    bad: dict[str, R3Error] = field(default_factory=dict)
 
 
-def verify(path: Path, *, spec: RoutingSpec | None = None, progress: Progress | None = None) -> Verification:
+def verify(
+    path: str | os.PathLike[str], *, spec: RoutingSpec | None = None, progress: Progress | None = None
+) -> Verification:
     """Read a shard, or every shard of a store and its steps: format, all checksums, ids against the spec, file names.
 
     Args:
@@ -55,62 +61,59 @@ def verify(path: Path, *, spec: RoutingSpec | None = None, progress: Progress | 
     Raises:
         StoreError: there is no shard here.
     """
-    paths = _paths(path)
+    in_store = is_store(path)
+    keys = _keys(ShardStore(path)) if in_store else [os.fspath(path)]
     result = Verification()
-    with ThreadPoolExecutor(_THREADS) as pool:
-        queue = iter(paths)
-        while batch := list(islice(queue, 64)):  # not all at once: a future for each of 100,000 would cost 100 MB
-            for each, (size, error) in zip(
-                batch, pool.map(lambda one: _verify(one, spec, path.is_dir()), batch), strict=True
-            ):
-                result.shards += 1
-                result.bytes += size
-                if error is not None:
-                    result.bad[each] = error
-                if progress is not None:
-                    progress(result.shards, len(paths))
+    for key, (size, error) in zip(keys, _each(lambda key: _verify(key, spec, in_store), keys), strict=True):
+        result.shards += 1
+        result.bytes += size
+        if error is not None:
+            result.bad[key] = error
+        if progress is not None:
+            progress(result.shards, len(keys))
     return result
 
 
-def _verify(path: Path, spec: RoutingSpec | None, in_store: bool) -> tuple[int, R3Error | None]:
+def _each(work: Callable[[str], R], keys: Sequence[str]) -> Iterator[R]:
+    """`work` of each key, in order, in threads."""
+    with ThreadPoolExecutor(_THREADS_REMOTE if keys and is_url(keys[0]) else _THREADS) as pool:
+        queue = iter(keys)
+        while batch := list(islice(queue, 64)):  # not all at once: a future for each of 100,000 would cost 100 MB
+            yield from pool.map(work, batch)
+
+
+def _verify(key: str, spec: RoutingSpec | None, in_store: bool) -> tuple[int, R3Error | None]:
     try:
-        sample = shard.load_file(path)
+        sample, size = shard.load_with_size(key)
         if spec is not None:
-            spec.require_same(sample.spec, str(path))
-        if in_store and ShardStore(path.parent).path_of(sample.sample_id) != path:
+            spec.require_same(sample.spec, key)
+        if in_store and id_in(key) != sample.sample_id:
             raise ShardError(
                 "a shard under another sample's name",
-                where=str(path),
-                expected=path.name,
+                where=key,
+                expected=f"sample {id_in(key)!r}",
                 got=f"sample {sample.sample_id!r}",
-                remedy="rename the file as ShardStore.path_of says, or delete it",
+                remedy="rename the file as ShardStore.key_of says, or delete it",
             )
-        return path.stat().st_size, None
+        return size, None
     except R3Error as error:
         return 0, error
-    except FileNotFoundError:
-        return 0, ShardError("deleted while it was being verified", where=str(path))
 
 
-def _paths(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return [each.path_of(sample_id) for each in _stores(path) for sample_id in each.sample_ids()]
+def _keys(store: ShardStore) -> list[str]:
+    """Of all shards of a store and its steps."""
+    keys = [each.key_of(sample_id) for each in store.stores() for sample_id in each.sample_ids()]
+    if not keys:
+        raise StoreError("no shard in this directory", where=store.url, expected=f"files *{shard.SUFFIX} written by r3")
+    return keys
 
 
-def _stores(root: Path) -> list[ShardStore]:
-    stores = ShardStore(root).stores()
-    if not any(len(each) for each in stores):
-        raise StoreError("no shard in this directory", where=str(root), expected=f"files *{shard.SUFFIX} written by r3")
-    return stores
-
-
-def shard_table(path: Path, *, verify: bool = False) -> Table:
+def shard_table(path: str | os.PathLike[str], *, verify: bool = False) -> Table:
     """One shard: metadata, tokens, coverage, bytes per token."""
     if verify:
         shard.load_file(path)
     with shard.open_file(path) as file:
-        size = path.stat().st_size
+        size = file.size
         sample, loss = file.metadata, file.loss_mask
         table = _table(str(path))
         table.add_row("sample", f"{sample['sample_id']} (group {sample['group_id'] or '-'})")
@@ -135,51 +138,58 @@ def store_table(store: ShardStore, *, verify: bool = False, progress: Progress |
     Raises:
         StoreError: no shard, or damaged ones (listed).
     """
-    root, stores = store.root, _stores(store.root)
-    paths = [each.path_of(sample_id) for each in stores for sample_id in each.sample_ids()]
+    keys = _keys(store)
     seen: dict[str, Counter[str]] = {name: Counter() for name in (*_PROVENANCE, "spec", "weight versions")}
     groups: set[str] = set()
     damaged: list[R3Error] = []
     tokens = sampled = recorded = size = 0
-    for number, path in enumerate(paths, 1):
-        try:
-            if verify:
-                shard.load_file(path)
-            with shard.open_file(path) as file:
-                groups.add(file.metadata["group_id"])
-                tokens += file.num_tokens
-                sampled += int(file.loss_mask.sum())
-                recorded += int(file.recorded.sum())
-                size += path.stat().st_size
-                seen["spec"][file.metadata["spec"]] += 1
-                seen["weight versions"][_versions(file)] += 1
-                for name in _PROVENANCE:
-                    seen[name][file.metadata[name]] += 1
-        except ShardError as error:
-            damaged.append(error)
+    for number, file in enumerate(_each(lambda key: _head(key, verify), keys), 1):
+        if isinstance(file, ShardError):
+            damaged.append(file)
+        else:
+            groups.add(file.metadata["group_id"])
+            tokens += file.num_tokens
+            sampled += int(file.loss_mask.sum())
+            recorded += int(file.recorded.sum())
+            size += file.size
+            seen["spec"][file.metadata["spec"]] += 1
+            seen["weight versions"][_versions(file)] += 1
+            for name in _PROVENANCE:
+                seen[name][file.metadata[name]] += 1
         if progress is not None:
-            progress(number, len(paths))
+            progress(number, len(keys))
     if damaged:
         raise StoreError(
-            f"{len(damaged)} of {len(paths)} shards cannot be read:\n" + "\n".join(map(str, damaged[:10])),
-            where=str(root),
+            f"{len(damaged)} of {len(keys)} shards cannot be read:\n" + "\n".join(map(str, damaged[:10])),
+            where=store.url,
             remedy="delete those files and run the same `r3 collect` again: it asks only for what is missing",
         )
-    table = _table(str(root))
+    table = _table(store.url)
     steps = store.steps()
     if steps:
         table.add_row("steps", f"{len(steps):,} ({steps[0]} to {steps[-1]})")
-    table.add_row("samples", f"{len(paths):,} in {len(groups):,} groups")
+    table.add_row("samples", f"{len(keys):,} in {len(groups):,} groups")
     table.add_row("tokens", f"{tokens:,} ({sampled:,} in the loss)")
     table.add_row("recorded rows", f"{recorded:,} of {tokens:,} ({recorded / max(tokens, 1):.2%})")
     for text, count in seen["spec"].most_common():
-        table.add_row("routing", _counted(RoutingSpec.from_json(text).brief(), count, len(paths)))
+        table.add_row("routing", _counted(RoutingSpec.from_json(text).brief(), count, len(keys)))
     for name in (*_PROVENANCE, "weight versions"):
         for text, count in seen[name].most_common(5):
-            table.add_row(name.replace("_", " "), _counted(text, count, len(paths)))
+            table.add_row(name.replace("_", " "), _counted(text, count, len(keys)))
     table.add_row("size", f"{size:,} bytes, {size / max(tokens, 1):.1f} a token")
     table.add_row("checksums", "verified" if verify else "those of the tensors not read (--verify)")
     return table
+
+
+def _head(key: str, verify: bool) -> shard.ShardFile | ShardError:
+    """What a shard's head says; closed."""
+    try:
+        if verify:
+            shard.load_file(key)
+        with shard.open_file(key) as file:
+            return file
+    except ShardError as error:
+        return error
 
 
 def _table(title: str) -> Table:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from r3.errors import SampleError
 from r3.routes import Mask, Routes
 from r3.sample import RolloutSample
+from r3.shard import ShardFile
 from r3.spec import RoutingSpec
 from r3.store import ShardStore
 
@@ -94,10 +95,15 @@ class PartialSample:
             ShardError: its shard is damaged or of another version.
             SampleError: layers that do not route in the model that sampled.
         """
-        layers = tuple(layers)
         with store.open_file(sample_id) as file:
-            positions = positions_of(file.spec, layers, f"sample {sample_id!r}")
-            return cls(sample_id, file.spec, file.tokens(), file.routes(positions), layers, file.loss_mask)
+            return cls.of_file(file, layers)
+
+    @classmethod
+    def of_file(cls, file: ShardFile, layers: Sequence[int]) -> PartialSample:
+        """Of an open shard; as `read`."""
+        layers, sample_id = tuple(layers), file.metadata["sample_id"]
+        positions = positions_of(file.spec, layers, f"sample {sample_id!r}")
+        return cls(sample_id, file.spec, file.tokens(), file.routes(positions), layers, file.loss_mask)
 
 
 Replayable = RolloutSample | PartialSample

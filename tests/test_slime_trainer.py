@@ -20,6 +20,7 @@ from r3.rollout.slime import write_shard
 from r3.rollout.slime.settings import spec_of
 from r3.trainers.slime import init, kl_report, lazy
 from r3.trainers.slime.direct import token_layout
+from r3.trainers.slime.finding import Shards
 from r3.trainers.slime.rows import ChunkRows, ShardRows
 from r3.trainers.slime.upstream import SLIME_DIRECT, Need, find
 
@@ -202,7 +203,8 @@ def test_wide_ids_are_read_unsigned(args: Any) -> None:
         routes=Routes(ids, np.ones(1, bool)),
     )
     store = ShardStore(args.r3_store, create=True)
-    chunk = ChunkRows([ShardRows.open(store.add(sample), 0)], np.zeros(1, np.int64), (1, 2), spec)
+    store.add(sample)
+    chunk = ChunkRows([ShardRows.open(store.key_of(sample.sample_id), 0)], np.zeros(1, np.int64), (1, 2), spec)
     assert chunk.layer(1, torch.device("cpu")).tolist() == [[39999, 40]]
     assert chunk.layer(2, torch.device("cpu")).tolist() == [[0, 33000]]
 
@@ -435,3 +437,38 @@ def test_ranks_that_hold_no_log_probs_say_nothing_and_one_that_should_says_why(a
     data["log_probs"] = [torch.zeros(1)]
     with pytest.raises(ConfigError, match=r"(?s)has no rollout_log_probs"):
         kl_report(args, 5, data)
+
+
+def test_the_store_may_be_a_url(args: Any) -> None:
+    """The same rows from a bucket as from a directory."""
+    local, _ = rollout(args)
+    layers = [[1], [3]]
+    filled(args, layers, local)
+    expected = [[rows.materialize_for_routing_replay("x") for rows in each.top_indices_list] for each in replays()]
+    replays().clear()
+    args.r3_store, args.r3_keep_steps = "memory://slime/run", 1
+    data, _ = rollout(args)
+    store = ShardStore(args.r3_store)
+    assert store.steps() == [5]
+    assert len(store.step(5)) == len(LENGTHS)
+    filled(args, layers, data)
+    for replay, wanted in zip(replays(), expected, strict=True):
+        for rows, want in zip(replay.top_indices_list, wanted, strict=True):
+            assert torch.equal(rows.materialize_for_routing_replay("x"), want)
+    shards = Shards(args.r3_store, spec_of(args), "hook")
+    found = shards.find(None, INDEX, data["tokens"][0].numpy())  # by its tokens, as miles finds it
+    assert found.startswith("memory://slime/run/step-000005/")
+    store.step(5).discard(store.step(5).sample_ids()[0])
+
+    def find_all() -> None:
+        for index, tokens in enumerate(data["tokens"]):
+            shards.find(None, INDEX + index, tokens.numpy())
+
+    with pytest.raises(StoreError, match=r"no shard .* of a sample that is to be trained"):
+        find_all()
+
+
+def test_the_kl_report_wants_a_directory(args: Any) -> None:
+    args.r3_store = "s3://bucket/run"
+    with pytest.raises(ConfigError, match=r"(?s)KL report is written beside the shards.*r3_store: a local path"):
+        kl_report(args, 0, {})

@@ -12,7 +12,7 @@ import torch
 from helpers import SPEC, random_sample
 from tensordict import NonTensorStack, TensorDict
 
-from r3 import RolloutSample, shard
+from r3 import RolloutSample, ShardStore, shard
 from r3.agreement import Agreement
 from r3.errors import ConfigError, ReplayError, ShardError, WireError
 from r3.handoff import NOTE, Note
@@ -34,7 +34,7 @@ def rows_of(sample: RolloutSample) -> np.ndarray:
     return rows.astype(np.int16)
 
 
-def note_of(sample: RolloutSample, path: Path | None = None) -> str:
+def note_of(sample: RolloutSample, path: Path | str | None = None) -> str:
     mask = runs_of(sample.routes.recorded)
     return Note(sample.token_digest, sample.num_tokens, mask, str(path or "")).to_json()
 
@@ -64,6 +64,21 @@ def test_shards_by_key_from_a_column_or_from_extra_fields(stored: tuple[list[Rol
             assert got is not None
             assert got.routes.equal(want.routes)
             assert got.sample_id == want.sample_id
+
+
+def test_a_key_may_be_a_url() -> None:
+    store = ShardStore("memory://verl/step-000001", create=True)
+    sample = random_sample(np.random.default_rng(0), sample_id="a/b")
+    store.add(sample)
+    batch = micro_batch([sample], **{NOTE: NonTensorStack(note_of(sample, store.key_of("a/b")))})
+    for layers in (None, [1, 3]):
+        (got,) = samples_of(batch, SPEC, layers)
+        assert got is not None
+        assert got.sample_id == "a/b"
+        assert got.routes.equal(sample.routes if layers is None else sample.routes.layers([0, 2]))
+    store.discard("a/b")
+    with pytest.raises(ShardError, match=r"(?s)no such shard: its sample cannot be replayed.*keep_steps"):
+        samples_of(batch, SPEC)
 
 
 def test_tokens_that_the_rollout_did_not_leave_are_refused(stored: tuple[list[RolloutSample], list[str]]) -> None:

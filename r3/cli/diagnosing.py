@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,8 @@ import typer
 
 from r3.cli.app import Model, app, console, progress_bar, require
 from r3.errors import ConfigError
-from r3.store import ShardStore
+from r3.shard.files import is_url
+from r3.store import ShardStore, is_store
 
 if TYPE_CHECKING:
     from r3.diagnose import Diagnosis
@@ -31,7 +33,8 @@ class Backend(str, Enum):
 @app.command()
 def diagnose(
     stores: Annotated[
-        list[Path] | None, typer.Argument(help="Directories of shards; several are scored one by one.")
+        list[str] | None,
+        typer.Argument(help="Directories of shards, paths or URLs; several are scored one by one.", metavar="STORE..."),
     ] = None,
     model: Annotated[
         Path | None,
@@ -103,12 +106,17 @@ def diagnose(
         )
     if r2_model is not None and not r2:
         raise ConfigError("--r2-model does nothing without --r2")
+    if report is None and is_url(stores[0]):
+        raise ConfigError(
+            "where the report goes is not said", where=stores[0], expected="--report PATH: a URL has nothing beside it"
+        )
+    stem = report or Path(stores[0]).parent / "diagnosis"
     opened = [ShardStore(store) for store in stores]
     results = []
     for each in dtype or [Dtype.bfloat16]:
         scorers = _Scorers(backend, model, each, device, float32=float32, r2_model=r2_model)
         for label, store in zip(labels(stores), opened, strict=True):
-            with progress_bar(f"{label or store.root.name}, {each.value}") as advance:
+            with progress_bar(f"{label or store.name}, {each.value}") as advance:
                 results.append(
                     scorers.diagnose(
                         store,
@@ -123,14 +131,16 @@ def diagnose(
                         progress=advance,
                     )
                 )
-    _conclude(results, report or stores[0].parent / "diagnosis", {"shards": stores}, plots, page)
+    _conclude(results, stem, {"shards": stores}, plots, page)
 
 
-def labels(stores: list[Path]) -> list[str]:
+def labels(stores: Sequence[str | Path]) -> list[str]:
     """What tells stores apart in a report: nothing for one, names for several, paths where names are equal."""
     if len(stores) == 1:
         return [""]
-    names = [store.resolve().name for store in stores]
+    names = [
+        str(store).rstrip("/").rpartition("/")[2] if is_url(store) else Path(store).resolve().name for store in stores
+    ]
     return names if len(set(names)) == len(names) else list(map(str, stores))
 
 
@@ -183,7 +193,11 @@ def _named_files(logprobs: list[str]) -> dict[str, list[Path]]:
 
 
 def _conclude(
-    results: list[Diagnosis], stem: Path, sources: dict[str, list[Path]], plots: Path | None, page: bool | None
+    results: list[Diagnosis],
+    stem: Path,
+    sources: Mapping[str, Sequence[str | Path]],
+    plots: Path | None,
+    page: bool | None,
 ) -> None:
     """Print verdicts, findings and the table, and write the report."""
     from r3 import report as reporting
@@ -213,8 +227,11 @@ def _conclude(
 
 @app.command()
 def compare(
-    a: Annotated[Path, typer.Argument(help="REPORT.json of `r3 diagnose`, or a directory of shards (with --model).")],
-    b: Annotated[Path, typer.Argument(help="The other.")],
+    a: Annotated[
+        str,
+        typer.Argument(help="REPORT.json of `r3 diagnose`, or shards: a directory or URL, with --model.", metavar="A"),
+    ],
+    b: Annotated[str, typer.Argument(help="The other.", metavar="B")],
     model: Model = None,
     backend: Annotated[Backend, typer.Option(help="The trainer, for shards.")] = Backend.transformers,
     dtype: Annotated[Dtype, typer.Option(help="Of the trainer's forward, for shards.")] = Dtype.bfloat16,
@@ -231,21 +248,23 @@ def compare(
     """
     from r3.diagnose import compare as comparing
 
-    if a.is_dir() != b.is_dir():
+    of_shards = _of_shards(a)
+    if of_shards != _of_shards(b):
         raise ConfigError(
             "a report and a store cannot be compared", expected="two reports or two directories of shards"
         )
-    if a.is_dir():
+    if of_shards:
         if model is None:
             raise ConfigError("directories of shards need the trainer's model", remedy="--model PATH")
         scorers = _Scorers(backend, model, dtype, device)
         sides = []
         for path in (a, b):
-            with progress_bar(path.name) as advance:
-                done = scorers.diagnose(ShardStore(path), label=path.name, limit=limit, progress=advance)
-            sides.append([comparing.run_of(done, str(path))])
+            store = ShardStore(path)
+            with progress_bar(store.name) as advance:
+                done = scorers.diagnose(store, label=store.name, limit=limit, progress=advance)
+            sides.append([comparing.run_of(done, path)])
     else:
-        sides = [comparing.load_runs(path, which) for path in (a, b)]
+        sides = [comparing.load_runs(Path(path), which) for path in (a, b)]
         if len(sides[0]) != len(sides[1]):
             raise ConfigError(
                 "the reports hold different numbers of diagnoses",
@@ -262,6 +281,10 @@ def compare(
         console.print(each.text, markup=False, soft_wrap=True)
 
 
+def _of_shards(path: str) -> bool:
+    return is_store(path) and not (is_url(path) and path.endswith(".json"))
+
+
 @app.command()
 def doctor(
     server: Annotated[
@@ -269,7 +292,8 @@ def doctor(
     ] = None,
     model: Model = None,
     store: Annotated[
-        Path | None, typer.Option(help="Directory of shards: what they are, and what its disk takes.", metavar="DIR")
+        str | None,
+        typer.Option(help="Directory of shards, or URL: what they are, and what its disk takes.", metavar="STORE"),
     ] = None,
     trainer: Annotated[
         Path | None,

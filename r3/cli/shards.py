@@ -9,18 +9,18 @@ from typing import Annotated
 import typer
 
 from r3.cli.app import app, console, progress_bar
-from r3.store import ShardStore
+from r3.store import ShardStore, is_store
 
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A shard or a directory of shards.")],
+    path: Annotated[str, typer.Argument(help="A shard or a directory of shards; a path or a URL.", metavar="PATH")],
     verify: Annotated[bool, typer.Option(help="Also read every tensor and compare checksums.")] = False,
 ) -> None:
     """Say what a shard or a store holds: counts, routing spec, engine and versions, sizes."""
     from r3 import inspection
 
-    if path.is_dir():
+    if is_store(path):
         with progress_bar("shards") as advance:
             table = inspection.store_table(ShardStore(path), verify=verify, progress=advance)
         console.print(table)
@@ -30,7 +30,12 @@ def inspect(
 
 @app.command("verify")
 def verify_shards(
-    path: Annotated[Path, typer.Argument(help="A shard, or a directory of shards; the steps below it count.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A shard, or a directory of shards (path or URL); the steps below it count.", metavar="PATH"
+        ),
+    ],
     model: Annotated[
         Path | None,
         typer.Option("--model", "-m", help="All shards must have the routing of this model.", metavar="PATH"),
@@ -54,7 +59,12 @@ def verify_shards(
 
 @app.command()
 def export(
-    path: Annotated[Path, typer.Argument(help="A shard, or a directory of shards; the steps below it count.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A shard, or a directory of shards (path or URL); the steps below it count.", metavar="PATH"
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="FILE.npz (arrays, sample by sample) or FILE.parquet (a row per token).")],
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many samples.")] = None,
 ) -> None:
@@ -68,7 +78,9 @@ def export(
 
 @app.command()
 def gc(
-    store: Annotated[Path, typer.Argument(help="Directory with steps: step-000001, step-000002, ...")],
+    store: Annotated[
+        str, typer.Argument(help="Directory (path or URL) with steps: step-000001, step-000002, ...", metavar="STORE")
+    ],
     keep_steps: Annotated[int, typer.Option(min=1, help="How many of the newest steps stay.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted; delete nothing.")] = False,
 ) -> None:

@@ -87,8 +87,8 @@ def diagnose(
         steps = store.steps()
         raise MetricError(
             "no sample in this store",
-            where=str(store.root),
-            remedy=f"give one of its steps: {store.step(steps[-1]).root}"
+            where=store.url,
+            remedy=f"give one of its steps: {store.step(steps[-1]).url}"
             if steps
             else "collect some first: `r3 collect`",
         )
@@ -111,11 +111,11 @@ def diagnose(
     if not total.sample_ids:
         raise MetricError(
             "no sampled token to compare",
-            where=str(store.root),
+            where=store.url,
             remedy="the loss mask of every sample is empty or without log-probs: collect with log-probs, max_tokens above 0",
         )
     result.run = {
-        "source": str(store.root),
+        "source": store.url,
         "token_digest": digest.hexdigest(),
         "command": list(command),
         "options": {"batch_tokens": batch_tokens, "limit": limit, "allow_other_weights": allow_other_weights},

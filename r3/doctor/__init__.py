@@ -41,7 +41,7 @@ def examine(
     *,
     servers: Sequence[str] = (),
     model_path: Path | None = None,
-    store_path: Path | None = None,
+    store_path: str | Path | None = None,
     trainer_config: Path | None = None,
     engine_config: Path | None = None,
     engine_version: str = "",
@@ -52,7 +52,7 @@ def examine(
     Args:
         servers: URLs of running engines.
         model_path: Model directory (or config.json): routing, and what the rest is compared with.
-        store_path: Directory of shards.
+        store_path: Directory of shards, or URL.
         trainer_config: veRL, slime, miles or Megatron: YAML, JSON, or the script that starts it.
         engine_config: vLLM or SGLang: YAML, JSON or script.
         engine_version: Of that engine.
@@ -154,7 +154,7 @@ def _engine(path: Path, version: str) -> list[Check]:
 
 
 def _store(
-    path: Path, spec: RoutingSpec | None, fingerprint: str
+    path: str | Path, spec: RoutingSpec | None, fingerprint: str
 ) -> tuple[list[Check], int | None, float | None, RoutingSpec | None]:
     try:
         heads = store.read_heads(path)

@@ -7,7 +7,6 @@ import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from r3 import shard
 from r3.doctor.checks import Check, green, red, yellow
@@ -44,17 +43,16 @@ class Heads:
     leftovers: int = 0
 
 
-def read_heads(root: Path) -> Heads:
+def read_heads(root: str | os.PathLike[str]) -> Heads:
     """Raises StoreError or ShardError for a store that cannot be read."""
     heads = Heads()
-    stores = ShardStore(root).stores()
-    paths = [each.path_of(sample_id) for each in stores for sample_id in each.sample_ids()]
-    heads.shards = len(paths)
-    for each in {root, *(one.root for one in stores)}:
-        with os.scandir(each) as entries:
-            heads.leftovers += sum(files.is_leftover(entry.name) for entry in entries)
-    for path in paths[:: max(1, len(paths) // HEADS)]:
-        with shard.open_file(path) as file:
+    store = ShardStore(root)
+    stores = store.stores()
+    keys = [each.key_of(sample_id) for each in stores for sample_id in each.sample_ids()]
+    heads.shards = len(keys)
+    heads.leftovers = sum(each.leftovers() for each in {one.url: one for one in (store, *stores)}.values())
+    for key in keys[:: max(1, len(keys) // HEADS)]:
+        with shard.open_file(key) as file:
             versions = set(file.weight_version[file.loss_mask].tolist())
             heads.read += 1
             heads.tokens += file.num_tokens
@@ -183,13 +181,17 @@ def leftovers(heads: Heads) -> Check | None:
     )
 
 
-def disk(root: Path, *, size: int = WRITE_BYTES) -> tuple[Check, int, float]:
-    """Free space, and the speed of writing and syncing `size` bytes; returns both besides the check.
+def disk(root: str | os.PathLike[str], *, size: int = WRITE_BYTES) -> tuple[Check, int | None, float]:
+    """Free space (None where nobody says), and the speed of writing and syncing `size` bytes; returns both besides the check.
 
     Raises:
         StoreError: this user may not write there, or so much does not fit.
     """
-    ShardStore(root).check_writable()
+    store = ShardStore(root)
+    store.check_writable()
+    if files.is_url(root):
+        return _object_store(store, size)
+    root = files.local_path(root)
     free = shutil.disk_usage(root).free
     probe = root / files.temporary_name()
     block = os.urandom(1 << 20)  # a file system that compresses must not look faster than it is
@@ -210,6 +212,17 @@ def disk(root: Path, *, size: int = WRITE_BYTES) -> tuple[Check, int, float]:
     finally:
         probe.unlink(missing_ok=True)
     return space(free, rate), free, rate
+
+
+def _object_store(store: ShardStore, size: int) -> tuple[Check, None, float]:
+    from r3.shard import objects
+
+    url, block = f"{store.url}/{files.temporary_name()}", os.urandom(size)
+    begin = time.perf_counter()
+    objects.put(url, block)
+    rate = size / (time.perf_counter() - begin)
+    objects.remove(url)
+    return green("disk", f"an object of {size >> 20} MB is written at {rate / 1e6:.0f} MB/s"), None, rate
 
 
 def space(free: int, rate: float) -> Check:

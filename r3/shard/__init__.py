@@ -5,7 +5,7 @@ for who needs some layers or some tokens. Contract: a shard is complete or absen
 every byte of it is under a checksum; a reader of version 1 refuses another version by name; `safetensors.safe_open`
 alone can read it.
 
-A path with `://` in it is read through fsspec (`pip install "r3-replay[remote]"`): `s3://bucket/run/a.safetensors`.
+A path with `://` in it is read and written through fsspec: `s3://bucket/run/a.safetensors` (docs/storage.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from r3.routes import Mask, Routes
 from r3.sample import RolloutSample
 from r3.shard import container, format1
 from r3.shard.files import TEMPORARY as TEMPORARY
-from r3.shard.files import Ranges, open_ranges
+from r3.shard.files import Ranges, is_url, local_path, open_ranges
 from r3.shard.files import write_atomically as write_atomically
 from r3.spec import RoutingSpec
 
@@ -36,7 +35,7 @@ Where = str | os.PathLike[str]
 
 def save(sample: RolloutSample) -> bytes:
     """The bytes of a shard; the same sample always gives the same bytes."""
-    return b"".join(_pieces(sample))
+    return b"".join(pieces(sample))
 
 
 def load(data: bytes | bytearray, *, verify: bool = True, where: str = "shard") -> RolloutSample:
@@ -48,17 +47,22 @@ def load(data: bytes | bytearray, *, verify: bool = True, where: str = "shard") 
     return _decode(np.frombuffer(bytearray(data), np.uint8), verify, where)
 
 
-def save_file(sample: RolloutSample, path: str | os.PathLike[str], *, fsync: bool = True) -> None:
+def save_file(sample: RolloutSample, path: Where, *, fsync: bool = True) -> None:
     """Write a shard; afterwards it is there whole, or not there.
 
     Args:
-        path: Its name; the directory must exist. An existing shard of that name is replaced in one step.
-        fsync: Survive a power cut, not only the death of this process. About 1 ms a shard on a local disk.
+        path: A file, or a URL; the directory or bucket must exist. An existing shard of that name is replaced in one step.
+        fsync: Survive a power cut, not only the death of this process. About 1 ms a shard on a local disk; a put is durable.
 
     Raises:
         StoreError: the file cannot be written (no space, no permission); nothing is left behind.
     """
-    write_atomically(Path(path), _pieces(sample), fsync=fsync)
+    if is_url(path):
+        from r3.shard import objects
+
+        objects.put(os.fspath(path), save(sample))
+        return
+    write_atomically(local_path(path), pieces(sample), fsync=fsync)
 
 
 def load_file(path: Where, *, verify: bool = True) -> RolloutSample:
@@ -71,9 +75,14 @@ def load_file(path: Where, *, verify: bool = True) -> RolloutSample:
     Raises:
         ShardError: no such file, not a shard, another version, or damaged.
     """
+    return load_with_size(path, verify=verify)[0]
+
+
+def load_with_size(path: Where, *, verify: bool = True) -> tuple[RolloutSample, int]:
+    """`load_file`, and the size of the file in bytes."""
     with contextlib.closing(open_ranges(path)) as ranges:
         data = ranges.whole()
-    return _decode(data, verify, str(path))
+    return _decode(data, verify, str(path)), data.nbytes
 
 
 def read_metadata(path: Where) -> dict[str, str]:
@@ -104,6 +113,7 @@ class ShardFile:
         metadata: All of it, as strings.
         spec: The routing of the model that sampled.
         num_tokens: T.
+        size: Of the file, in bytes.
         recorded, loss_mask: [T] bool.
         weight_version: [T] int32.
     """
@@ -128,7 +138,7 @@ class ShardFile:
         if self._ranges.size is not None and self._ranges.size != header.end:
             raise _unreadable(self._where, f"{self._ranges.size} bytes, where its header says {header.end}")
         format1.check_header(header, self._where)
-        self.metadata, self._entries = header.metadata, header.entries
+        self.metadata, self._entries, self.size = header.metadata, header.entries, header.end
         try:
             self.spec = RoutingSpec.from_json(self.metadata["spec"])
         except (KeyError, SpecError) as error:
@@ -230,7 +240,8 @@ class ShardFile:
         return array.reshape(entry.shape)
 
 
-def _pieces(sample: RolloutSample) -> list[memoryview]:
+def pieces(sample: RolloutSample) -> list[memoryview]:
+    """The bytes of a shard, as pieces to be written one after the other; arrays are not copied."""
     return container.pack(*format1.encode(sample), format1.LAYERED)
 
 

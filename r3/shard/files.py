@@ -1,24 +1,26 @@
-"""Bytes of files: written whole or not at all, read by ranges, from a local disk or through fsspec.
+"""Bytes of files: written whole or not at all, read by ranges.
 
 Local ranges are read with `pread` into the caller's array, not mapped: a mapping faults in pages around what is asked
 for, and keeps files that were deleted on a shared file system alive for as long as a view of it lives. A path with `://`
-in it is a URL and needs fsspec (`pip install "r3-replay[remote]"`).
+in it is a URL, see `r3.shard.objects`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import socket
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from r3.errors import ConfigError, ShardError, StoreError
+from r3.errors import ConfigError, NoShardError, PresentError, ShardError, StoreError
 from r3.shard.container import bytes_of
 
 TEMPORARY = ".r3-tmp."  # prefix of files that are being written; nothing ever reads them
@@ -26,10 +28,41 @@ TEMPORARY = ".r3-tmp."  # prefix of files that are being written; nothing ever r
 Parts = Sequence[tuple[int, memoryview]]  # (offset in the file, where its bytes go)
 
 
-def write_atomically(path: Path, data: bytes | Sequence[memoryview], *, fsync: bool = True) -> None:
-    """Write `data`, or its pieces one after the other, under a temporary name in the same directory, then rename.
+# What `link` answers on file systems without hard links: FUSE and FAT, SMB and some NFS servers, a limit that is reached.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL, errno.EACCES}
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether fsspec reads it: anything with `://` in it but `file://`, which is local."""
+    name = os.fspath(path)
+    return "://" in name and not name.startswith("file://")
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Of a path, or of a `file://` URL.
 
     Raises:
+        ConfigError: a URL that went through pathlib, which makes one slash of two: it would become a directory `s3:`.
+    """
+    name = os.fspath(path)
+    if re.match(r"[a-z][a-z0-9+.-]+:/(?!/)", name):
+        raise ConfigError(
+            "a URL that was made a path", where=name, expected="two slashes: a str", got=type(path).__name__
+        )
+    return Path(name.removeprefix("file://"))
+
+
+def write_atomically(
+    path: Path, data: bytes | Sequence[memoryview], *, fsync: bool = True, exclusive: bool = False
+) -> None:
+    """Write `data`, or its pieces one after the other, under a temporary name in the same directory, then rename.
+
+    Args:
+        exclusive: Never replace a file: of several writers the first wins, by a hard link in place of the rename. Where the file
+            system has no hard links, by looking before renaming, which two writers in the same millisecond pass both.
+
+    Raises:
+        PresentError: with `exclusive`, the file is there.
         StoreError: the file cannot be written (no space, no permission); nothing is left behind.
     """
     temporary = path.with_name(temporary_name())
@@ -41,12 +74,17 @@ def write_atomically(path: Path, data: bytes | Sequence[memoryview], *, fsync: b
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, path)
+        if exclusive:
+            _link(temporary, path)
+        else:
+            os.replace(temporary, path)
         if fsync:
             _fsync_directory(path.parent)
+    except FileExistsError:
+        _remove(temporary)
+        raise PresentError("this file is there already", where=str(path)) from None
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
         raise StoreError(
             f"cannot write this file ({error.strerror or error})",
             where=str(path),
@@ -54,9 +92,31 @@ def write_atomically(path: Path, data: bytes | Sequence[memoryview], *, fsync: b
             remedy="free or enlarge the disk, or choose another directory; files already written are complete",
         ) from error
     except BaseException:  # Ctrl-C between write and rename
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
         raise
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Give the file its name unless another has it: FileExistsError then."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # Over NFS the answer to a link that was made may be lost, and the link asked for again.
+        if os.stat(temporary).st_nlink != 2:
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            raise FileExistsError(path) from None
+        os.replace(temporary, path)
+        return
+    os.unlink(temporary)
+
+
+def _remove(temporary: Path) -> None:
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
 
 
 def _write(descriptor: int, pieces: list[memoryview]) -> None:
@@ -92,14 +152,20 @@ def open_ranges(path: str | os.PathLike[str]) -> Ranges:
         ShardError: there is none, or it cannot be read.
         ConfigError: a URL, and fsspec or the file system's own package is not installed.
     """
-    name = os.fspath(path)
-    return _Remote(name) if "://" in name else _Local(name)
+    if not is_url(path):
+        return _Local(str(local_path(path)))
+    from r3.shard.objects import RemoteRanges
+
+    return RemoteRanges(os.fspath(path))
 
 
 class Ranges(Protocol):
-    """An open file. `size` is None where nobody can say."""
+    """An open file."""
 
-    size: int | None
+    @property
+    def size(self) -> int | None:
+        """None where nobody can say; known when the head is read."""
+        ...
 
     def head(self, size: int) -> bytes:
         """The first `size` bytes, or all if there are fewer."""
@@ -122,7 +188,7 @@ class _Local:
         try:
             self._file = open(name, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         except FileNotFoundError:
-            raise ShardError("no such shard", where=name) from None
+            raise NoShardError("no such shard", where=name) from None
         except OSError as error:
             raise _failed(name, error) from None
         self.size: int | None = os.fstat(self._file.fileno()).st_size
@@ -139,7 +205,7 @@ class _Local:
                 except OSError as error:
                     raise _failed(self._name, error) from None
                 if count == 0:
-                    raise _short(self._name, offset + buffer.nbytes, offset + done)
+                    raise cut_off(self._name, offset + buffer.nbytes, offset + done)
                 done += count
 
     def whole(self) -> npt.NDArray[np.uint8]:
@@ -151,64 +217,7 @@ class _Local:
         self._file.close()
 
 
-class _Remote:
-    """Through fsspec. All parts of one `fill` are asked for at once, which an object store answers in parallel."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        try:
-            import fsspec
-        except ImportError:
-            raise ConfigError(
-                "reading a URL needs fsspec, which is not installed",
-                where=url,
-                remedy='pip install "r3-replay[remote]"',
-            ) from None
-        try:
-            self._fs, self._path = fsspec.core.url_to_fs(url)
-        except (ImportError, ValueError) as error:  # s3fs, gcsfs, ... is missing; no such protocol
-            raise ConfigError(f"no file system for this URL ({error})", where=url) from None
-        self.size: int | None = self._do(lambda: self._fs.size(self._path))
-
-    def head(self, size: int) -> bytes:
-        return self._ranges([(0, min(size, self.size) if self.size is not None else size)])[0]
-
-    def fill(self, parts: Parts) -> None:
-        wanted = [(offset, offset + buffer.nbytes) for offset, buffer in parts if buffer.nbytes]
-        for (_, buffer), data in zip([part for part in parts if part[1].nbytes], self._ranges(wanted), strict=True):
-            buffer[:] = data
-
-    def whole(self) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(bytearray(self._do(lambda: self._fs.cat_file(self._path))), np.uint8)
-
-    def close(self) -> None:
-        pass
-
-    def _ranges(self, wanted: list[tuple[int, int]]) -> list[bytes]:
-        begins, ends = [begin for begin, _ in wanted], [end for _, end in wanted]
-        paths = [self._path] * len(wanted)
-        answers: list[bytes] = self._do(lambda: self._fs.cat_ranges(paths, begins, ends, on_error="raise"))
-        for begin, end, answer in zip(begins, ends, answers, strict=True):
-            if len(answer) < end - begin:
-                raise _short(self._url, end, begin + len(answer))
-            if len(answer) > end - begin:
-                raise StoreError(
-                    "this server sends the whole file where a range is asked for",
-                    where=self._url,
-                    remedy="read it whole with `load_file`, or serve it with support for byte ranges",
-                )
-        return answers
-
-    def _do(self, ask: Any) -> Any:
-        try:
-            return ask()
-        except FileNotFoundError:
-            raise ShardError("no such shard", where=self._url) from None
-        except Exception as error:  # each file system has errors of its own
-            raise StoreError(f"cannot be read ({type(error).__name__}: {error})", where=self._url) from error
-
-
-def _short(name: str, expected: int, got: int) -> ShardError:
+def cut_off(name: str, expected: int, got: int) -> ShardError:
     return ShardError("this file is cut off", where=name, expected=f"at least {expected} bytes", got=got)
 
 

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from r3 import shard
 from r3.errors import ConfigError
 from r3.rollout.slime import samples, ticket
 from r3.rollout.slime.settings import Settings, require_routes_are_asked_for, spec_of
@@ -147,8 +146,8 @@ class Writer:
             return sample
         record = self.read(sample, legs)
         step = self._step(_newest_version(sample) if rollout_id is None and self.framework == "miles" else rollout_id)
-        shard.save_file(record, step.path_of(record.sample_id), fsync=self.settings.fsync)
-        key = record.sample_id if step is self.root else f"{step.root.name}/{record.sample_id}"
+        step.replace(record, fsync=self.settings.fsync)
+        key = record.sample_id if step is self.root else f"{step.name}/{record.sample_id}"
         _note(
             sample,
             key=key,
@@ -158,7 +157,7 @@ class Writer:
         )
         self._hand_on(sample, record, key, changed=legs.sample is not None)
         if "partial" in known:
-            self._partials().path_of(known["partial"]).unlink(missing_ok=True)
+            self._partials().discard(known["partial"])
         return sample
 
     def read(self, sample: Any, legs: Legs, *, has_rows: bool = True) -> RolloutSample:
@@ -192,7 +191,7 @@ class Writer:
     def _keep_partial(self, sample: Any, legs: Legs, known: dict[str, Any]) -> None:
         name = known.get("partial") or uuid.uuid4().hex
         record = self.read(sample, legs, has_rows=samples.has_new_rows(sample, legs.sample))
-        shard.save_file(record, self._partials().path_of(name), fsync=self.settings.fsync)
+        self._partials().replace(record, name, fsync=self.settings.fsync)
         _note(sample, partial=name, versions=len(sample.weight_versions))
 
     def resume(self, sample: Any) -> Legs:
@@ -219,14 +218,14 @@ class Writer:
         return np.size(rows) == 0 if self.framework == "miles" else ticket.decode(rows) == key
 
     def _partials(self) -> ShardStore:
-        return ShardStore(self.root.root / "partial", create=True)
+        return self.root.below("partial", create=True)
 
     def _step(self, rollout_id: int | None) -> ShardStore:
         if rollout_id is None or rollout_id < 0:
             return self.root
-        is_new = not (self.root.root / f"step-{rollout_id:06d}").is_dir()
+        is_new = bool(self.settings.keep_steps) and not self.root.has_step(rollout_id)
         step = self.root.step(rollout_id, create=True)
-        if is_new and self.settings.keep_steps:
+        if is_new:
             self.root.keep_steps(self.settings.keep_steps, newest=rollout_id)
         return step
 

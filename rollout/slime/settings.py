@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ class Settings:
     """The `r3_*` keys.
 
     Attributes:
-        store: Directory of the shards, on a file system that the rollout manager and every trainer rank see.
+        store: Directory or URL of the shards, which the rollout manager and every trainer rank see.
         routes: What stays in the sample for the way to the trainer: `key` (some hundred bytes that name the shard) or `full`
             (the framework's own int32 rows; needed when its own replay shall run).
         trainer: slime alone: how the trainer replays. `lazy`: slime's routing replay, its rows read from the shards layer by
@@ -40,7 +39,7 @@ class Settings:
         generate: Dotted path of the generate function that `r3.rollout.slime.generate` calls; "" for the framework's own.
     """
 
-    store: Path
+    store: str
     routes: Literal["key", "full"] = "key"
     trainer: Literal["lazy", "direct"] = "lazy"
     evaluation: bool = False
@@ -74,7 +73,7 @@ class Settings:
             )
         for name, value in given.items():
             _require_valid(name, value)
-        return cls(**{**given, "store": Path(given["store"])})
+        return cls(**{**given, "store": str(given["store"])})
 
     @property
     def wire_policy(self) -> Policy:

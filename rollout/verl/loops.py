@@ -28,6 +28,7 @@ from r3.rollout.verl.legs import Request, dense_rows, sample_of, tapped
 from r3.rollout.verl.settings import Settings, check_config, require_trainer, settings_of
 from r3.routes import runs_of
 from r3.sample import UNKNOWN_VERSION, Provenance, RolloutSample
+from r3.shard.files import is_url
 from r3.spec import RoutingSpec
 from r3.store import ShardStore
 
@@ -75,13 +76,13 @@ class ReplayLoopMixin:
     def _keep(self, output: Any, sampling: dict[str, Any], kwargs: dict[str, Any]) -> tuple[Any, Note]:
         """Check, store; what the batch carries of the routes, and the note."""
         sample = self._sample(output, sampling, kwargs)
-        path = self._write(sample, kwargs) if self.settings.store else None
+        key = self._write(sample, kwargs) if self.settings.store else ""
         carry_key = self.settings.carry == "key"
         note = Note(
             digest=sample.token_digest,
             num_tokens=sample.num_tokens,
             recorded=runs_of(sample.routes.recorded),
-            shard=str(path) if carry_key else "",
+            shard=key if carry_key else "",
             weight_versions=_versions(sample),
         )
         return None if carry_key else dense_rows(sample, may_have_holes=self.settings.trainer != "verl"), note
@@ -113,14 +114,17 @@ class ReplayLoopMixin:
             ),
         )
 
-    def _write(self, sample: RolloutSample, kwargs: dict[str, Any]) -> Path:
+    def _write(self, sample: RolloutSample, kwargs: dict[str, Any]) -> str:
         step = kwargs.get("global_steps")
         step = max(_versions(sample)[1], 0) if step is None else int(step)
-        run = ShardStore(Path(self.settings.store).absolute(), create=True)
-        if self.settings.keep_steps and not (run.root / f"step-{step:06d}").is_dir():
+        place = self.settings.store
+        run = ShardStore(place if is_url(place) else Path(place).absolute(), create=True)
+        if self.settings.keep_steps and not run.has_step(step):
             run.step(step, create=True)
             run.keep_steps(self.settings.keep_steps, newest=step)
-        return run.step(step, create=True).add(sample, fsync=self.settings.fsync)
+        store = run.step(step, create=True)
+        store.add(sample, fsync=self.settings.fsync)
+        return store.key_of(sample.sample_id)
 
 
 class SingleTurnAgentLoop(ReplayLoopMixin, _SingleTurnAgentLoop):  # type: ignore[misc]

@@ -24,8 +24,8 @@ class Settings:
     """The keys of an entry in the agent loops' YAML, beside `name` and `_target_`.
 
     Attributes:
-        store: Directory of the run's shards, seen by rollout workers and trainers alike; "" writes none.
-        carry: What goes into the batch: `key` (the path of the shard; needs a store) or `batch` (the routes). Default: `key`
+        store: Directory (path or URL) of the run's shards, seen by rollout workers and trainers alike; "" writes none.
+        carry: What goes into the batch: `key` (path or URL of the shard; needs a store) or `batch` (the routes). Default: `key`
             where there is a store.
         trainer: Who replays: `r3` (its engine, docs/verl.md), `verl` (veRL's own Megatron or VeOmni replay), or `none`: the
             shards are kept for `r3 diagnose`, and training goes on as before.

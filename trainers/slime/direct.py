@@ -31,7 +31,6 @@ from r3.errors import ConfigError, ReplayError
 from r3.layout import PADDING, Layout
 from r3.partial import PartialSample
 from r3.rollout.slime.settings import Settings, spec_of
-from r3.store import ShardStore
 from r3.trainers.megatron import MegatronReplay, attach, detach
 from r3.trainers.slime.finding import Shards
 from r3.trainers.slime.lazy import FIELD, HOOK, host_tokens, require_found
@@ -54,11 +53,11 @@ class Direct:
         self._slime = find(SLIME_DIRECT)
         settings, spec = Settings.from_args(args), spec_of(args)
         self._shards = Shards(settings.store, spec, HOOK)
-        self._next: tuple[dict[str, Any], list[tuple[ShardStore, str]]] | None = None
+        self._next: tuple[dict[str, Any], list[str]] | None = None
         # The shards of this rollout's samples, found once: the tokens are on the device, and asking for them waits for it. The
         # rollout is known by its first tokens, weakly: slime frees its data before the GPU is handed to the engine.
         self._rollout: weakref.ref[torch.Tensor] | None = None
-        self._found: dict[int, tuple[ShardStore, str]] = {}
+        self._found: dict[int, str] = {}
         self._open: list[AbstractContextManager[Any]] = []
         self.replay: MegatronReplay = attach(list(chunks), spec)
         with ExitStack() as undo:
@@ -87,7 +86,7 @@ class Direct:
         module.get_batch = get_batch  # type: ignore[attr-defined]
         return lambda: setattr(module, "get_batch", original)
 
-    def _members(self, data_iterator: Any) -> list[tuple[ShardStore, str]]:
+    def _members(self, data_iterator: Any) -> list[str]:
         """The shards of the samples that the iterator gives next."""
         try:
             indices = data_iterator.micro_batch_indices[data_iterator.offset]
@@ -106,12 +105,11 @@ class Direct:
             self._rollout, self._found = weakref.ref(first), {}
         return [self._member(data, i) for i in indices]
 
-    def _member(self, data: dict[str, Any], i: int) -> tuple[ShardStore, str]:
+    def _member(self, data: dict[str, Any], i: int) -> str:
         if i not in self._found:
             carried = data[FIELD][i] if data.get(FIELD) is not None else None
             index = data["sample_indices"][i] if data.get("sample_indices") is not None else None
-            path = self._shards.find(carried, index, host_tokens(data["tokens"][i]))
-            self._found[i] = ShardStore(path.parent), shard.read_metadata(path)["sample_id"]
+            self._found[i] = self._shards.find(carried, index, host_tokens(data["tokens"][i]))
         return self._found[i]
 
     def _enter(self, chunk: nn.Module, *_: Any) -> None:
@@ -126,7 +124,7 @@ class Direct:
             )
         (batch, members), self._next = self._next, None
         layers = self.replay.layers_of(chunk)
-        samples = [PartialSample.read(store, sample_id, layers) for store, sample_id in members]
+        samples = [_read(key, layers) for key in members]
         lengths = [int(each.shape[0]) for each in batch["unconcat_tokens"]]
         layout = token_layout(self.args, self._slime, lengths)
         block = self.replay.micro_batch(chunk, samples, layout, batch["tokens"])
@@ -143,6 +141,11 @@ class Direct:
         error = RuntimeError("the forward failed")  # its own exception is the one to show
         with contextlib.suppress(RuntimeError):
             block.__exit__(RuntimeError, error, None)
+
+
+def _read(key: str, layers: Sequence[int]) -> PartialSample:
+    with shard.open_file(key) as file:
+        return PartialSample.of_file(file, layers)
 
 
 def token_layout(args: Any, slime: dict[str, Any], lengths: Sequence[int]) -> Layout:

@@ -11,7 +11,6 @@ twice, or a multi-token-prediction layer, registers there as well and shifts eve
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from torch import nn
 
 from r3 import shard
-from r3.errors import ReplayError, StoreError
+from r3.errors import NoShardError, ReplayError, StoreError
 from r3.rollout.slime import ticket
 from r3.rollout.slime.samples import sample_id_of
 from r3.sample import token_digest
@@ -36,7 +35,7 @@ class Shards:
         hook: What should have written them, for messages.
     """
 
-    def __init__(self, root: Path, spec: RoutingSpec, hook: str) -> None:
+    def __init__(self, root: str, spec: RoutingSpec, hook: str) -> None:
         self.root, self.spec, self.hook = root, spec, hook
         try:
             self.store = ShardStore(root)
@@ -46,8 +45,8 @@ class Shards:
             )
             raise
 
-    def find(self, carried: Any, index: int | None, tokens: npt.NDArray[np.int64]) -> Path:
-        """The shard of a sample; its head is read, and its tokens and routing are the trainer's.
+    def find(self, carried: Any, index: int | None, tokens: npt.NDArray[np.int64]) -> str:
+        """The key of a sample's shard; its head is read, and its tokens and routing are the trainer's.
 
         Args:
             carried: What stands in the routes field, None if nothing does.
@@ -59,56 +58,50 @@ class Shards:
             ReplayError: it is of other tokens.
             SpecError: it is of another model.
         """
-        key = ticket.decode(carried)
-        path = self._by_key(key) if key is not None else self._by_tokens(index, tokens)
-        metadata = shard.read_metadata(path)
+        ticketed = ticket.decode(carried)
+        try:
+            key = self._by_ticket(ticketed) if ticketed is not None else self._by_tokens(index, tokens)
+            metadata = shard.read_metadata(key)
+        except NoShardError:
+            raise self._absent(str(ticketed)) from None
         if metadata["token_digest"] != token_digest(tokens):
             raise ReplayError(
                 "the shard is of other tokens than the trainer's",
-                where=str(path),
+                where=key,
                 expected=f"{len(tokens)} tokens, {token_digest(tokens)}",
                 got=metadata["token_digest"],
                 remedy="something cut or changed the tokens of the sample after its rollout (a convert function, multimodal "
                 "expansion): routes would be replayed at the wrong tokens",
             )
-        self.spec.require_same(RoutingSpec.from_json(metadata["spec"]), str(path))
-        return path
+        self.spec.require_same(RoutingSpec.from_json(metadata["spec"]), key)
+        return key
 
-    def _by_key(self, key: str) -> Path:
-        step, _, sample_id = key.rpartition("/")
-        store = ShardStore(self.root / step) if step and (self.root / step).is_dir() else self.store
-        path = store.path_of(sample_id)
-        if not path.is_file():
-            raise self._absent(key)
-        return path
+    def _by_ticket(self, ticketed: str) -> str:
+        step, _, sample_id = ticketed.rpartition("/")
+        try:
+            return (self.store.below(step) if step else self.store).key_of(sample_id)
+        except StoreError as error:
+            raise self._absent(ticketed) from error
 
-    def _by_tokens(self, index: int | None, tokens: npt.NDArray[np.int64]) -> Path:
+    def _by_tokens(self, index: int | None, tokens: npt.NDArray[np.int64]) -> str:
         # The last one written, whatever its step: a resumed run counts from a lower one, and an earlier run may have sampled the
         # same tokens with other weights.
         sample_id = sample_id_of(index, tokens)
-        name = self.store.path_of(sample_id).name
-        folders = [self.root, *(self.root / f"step-{number:06d}" for number in self.store.steps())]
-        age, path = max((_written(folder / name), folder / name) for folder in folders)
-        if age < 0:
+        stores = [self.store, *(self.store.step(number) for number in self.store.steps())]
+        # An object store tells whole seconds: of two of the same second the later step's.
+        found = [(at, i) for i, store in enumerate(stores) if (at := store.written_at(sample_id)) is not None]
+        if not found:
             raise self._absent(sample_id)
-        return path
+        return stores[max(found)[1]].key_of(sample_id)
 
     def _absent(self, key: str) -> StoreError:
         return StoreError(
             f"no shard {key!r} of a sample that is to be trained",
-            where=str(self.root),
+            where=self.root,
             expected=f"the shard that {self.hook} wrote when the sample was generated",
             remedy=f"is {self.hook} on the command line? Does this machine see the same directory? Were more steps deleted "
             "(r3_keep_steps) than samples may wait in the buffer? Were the sample's tokens changed after it was written?",
         )
-
-
-def _written(path: Path) -> int:
-    """When a file was written, in nanoseconds; -1 if it is not there."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return -1
 
 
 def bound_replays(chunks: Sequence[nn.Module], replays: Iterable[Any], spec: RoutingSpec) -> list[dict[int, Any]]:

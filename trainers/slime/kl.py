@@ -25,6 +25,7 @@ from r3.metrics import DIRECTION, TAUS, Float, GapAccumulator, k3_terms, log_rat
 from r3.rollout.slime.settings import Settings
 from r3.routes import Mask
 from r3.shard import write_atomically
+from r3.shard.files import is_url, local_path
 from r3.trainers.slime.upstream import SLIME_KL, find
 
 
@@ -42,6 +43,14 @@ def kl_report(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
         MetricError: values that are no log-probs.
     """
     slime, settings = find(SLIME_KL), Settings.from_args(args)
+    if is_url(settings.store):
+        raise ConfigError(
+            "the KL report is written beside the shards, into a directory",
+            where="--rollout-data-postprocess-path r3.trainers.slime.kl_report",
+            expected="r3_store: a local path",
+            got=settings.store,
+            remedy="take the KL report out of the command line, and `r3 diagnose` the shards",
+        )
     if slime["mpu.get_tensor_model_parallel_rank"]() != 0 or not slime["mpu.is_pipeline_last_stage"]():
         return
     _require_logprobs(rollout_data)
@@ -53,7 +62,7 @@ def kl_report(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
             gap.add(train, rollout, ratios[-1])
     slime["gather_log_data"]("r3", args, rollout_id, _sums(np.concatenate(ratios) if ratios else np.zeros(0)))
     if ratios:
-        _write(settings.store / "kl", rollout_id, gap)
+        _write(local_path(settings.store) / "kl", rollout_id, gap)
 
 
 def no_correction(

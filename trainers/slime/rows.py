@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from r3.spec import RoutingSpec
 class ShardRows:
     """A sample's shard and where its tokens stand in the concatenation of the micro-batch's samples."""
 
-    path: Path
+    key: str
     sample_id: str
     first: int
     num_tokens: int
@@ -45,11 +44,11 @@ class ShardRows:
     needed: npt.NDArray[np.bool_]
 
     @classmethod
-    def open(cls, path: Path, first: int) -> ShardRows:
+    def open(cls, key: str, first: int) -> ShardRows:
         """Reads the head of the shard alone."""
-        with shard.open_file(path) as file:
+        with shard.open_file(key) as file:
             return cls(
-                path, file.metadata["sample_id"], first, file.num_tokens, file.recorded, needed_rows(file.loss_mask)
+                key, file.metadata["sample_id"], first, file.num_tokens, file.recorded, needed_rows(file.loss_mask)
             )
 
     @property
@@ -129,7 +128,7 @@ class ChunkRows:
             tokens = self.rows[positions] - each.first
             keep = each.recorded[tokens]
             positions, tokens = positions[keep], tokens[keep]
-            with shard.open_file(each.path) as file:
+            with shard.open_file(each.key) as file:
                 if len(tokens) >= each.num_tokens - 1:  # all of them: then the checksums of the layers can be compared
                     ids[:, positions] = file.routes(where).ids[:, tokens]
                 else:

@@ -14,22 +14,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from r3 import shard, wire
-from r3.errors import ReplayError, ShardError
+from r3.errors import NoShardError, ReplayError
 from r3.handoff import NOTE, Note
 from r3.partial import PartialSample, Replayable
 from r3.routes import Routes
 from r3.sample import RolloutSample, narrow_tokens, token_digest
 from r3.spec import RoutingSpec
-from r3.store import ShardStore
 from r3.wire.checks import Policy
 
 # An all-zero row is veRL's fill for a row without a record: no router chooses expert 0 K times.
@@ -91,7 +88,7 @@ def _sample(
             "together",
         )
     if note is not None and note.shard:
-        sample = _read(Path(note.shard), layers)
+        sample = _read(note.shard, layers)
         spec.require_same(sample.spec, f"{where}, {note.shard}")
         if not np.array_equal(sample.tokens, tokens):
             raise ReplayError(
@@ -115,17 +112,19 @@ def _sample(
     return _from_batch(where, tokens, rows, note, has_loss, spec)
 
 
-def _read(path: Path, layers: Sequence[int] | None) -> Replayable:
-    if not path.is_file():
-        raise ShardError(
-            "no such shard: its sample cannot be replayed",
-            where=str(path),
-            expected="the shard that r3's agent loop wrote when the sample was generated",
-            remedy="does this machine see the same directory? Were more steps deleted (keep_steps) than a batch may be stale?",
+def _read(key: str, layers: Sequence[int] | None) -> Replayable:
+    try:
+        if layers is None:
+            return shard.load_file(key)
+        with shard.open_file(key) as file:
+            return PartialSample.of_file(file, layers)
+    except NoShardError as error:
+        error.what += ": its sample cannot be replayed"
+        error.expected = "the shard that r3's agent loop wrote when the sample was generated"
+        error.remedy = (
+            "does this machine see the same directory? Were more steps deleted (keep_steps) than a batch may be stale?"
         )
-    if layers is None:
-        return shard.load_file(path)
-    return PartialSample.read(ShardStore(path.parent), unquote(path.name.removesuffix(shard.SUFFIX)), layers)
+        raise
 
 
 def _from_batch(
