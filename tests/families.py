@@ -18,7 +18,7 @@ from torch import nn
 from r3 import RoutingSpec
 from r3.errors import ReplayError
 from r3.families import FAMILIES, UNTOLD
-from r3.trainers.routers import find_routers, probe
+from r3.routers import find_routers, probe
 
 # Twelve is no other size here: a matrix with twelve rows is a router.
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 12, 3, 4

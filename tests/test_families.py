@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from r3 import RolloutSample, Routes, RoutingSpec
 from r3.errors import ReplayError, SpecError
+from r3.routers import find_routers
 from r3.testing import random_rows
-from r3.trainers.routers import find_routers
 from r3.trainers.transformers import attach, detach, observe, right_padded
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])

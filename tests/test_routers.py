@@ -15,8 +15,8 @@ from torch import nn
 
 from r3 import RolloutSample, Routes, RoutingSpec
 from r3.errors import ReplayError, SpecError
+from r3.routers import find_routers, probe
 from r3.testing import random_rows
-from r3.trainers.routers import find_routers, probe
 from r3.trainers.transformers import attach, observe, right_padded
 
 HIDDEN, EXPERTS, TOP_K = 16, 8, 2

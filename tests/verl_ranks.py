@@ -32,7 +32,7 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 from r3 import RolloutSample, ShardStore
 from r3.errors import R3Error
-from r3.trainers.routers import find_routers
+from r3.routers import find_routers
 
 
 class Watch:

@@ -27,8 +27,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from r3.errors import ReplayError
+from r3.routers import SparseBlock, find_routers
 from r3.spec import RoutingSpec
-from r3.trainers.routers import SparseBlock, find_routers
 
 _INDEX_ADD = (torch.index_add, torch.Tensor.index_add, torch.Tensor.index_add_)
 

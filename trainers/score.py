@@ -20,9 +20,9 @@ import transformers
 from r3.diagnose.scoring import Scored, Scorer, require_dtype
 from r3.errors import ConfigError
 from r3.fingerprint import model_fingerprint
+from r3.routers import find_routers
 from r3.sample import RolloutSample
 from r3.spec import RoutingSpec
-from r3.trainers.routers import find_routers
 from r3.trainers.transformers import attach, observe, right_padded, token_logprobs
 
 BACKENDS = ("transformers", "megatron")

@@ -7,7 +7,7 @@
     detach(model)
 
 Scope: every family whose router chooses by one top-k over its experts, wherever that call is made; docs/families.md lists
-them, made by the tests. Others are refused at attach, by name (`r3.trainers.routers`). No family has code of its own here.
+them, made by the tests. Others are refused at attach, by name (`r3.routers`). No family has code of its own here.
 
 `observe` (`r3.trainers.observe`) watches the ids that the *experts* receive, behind the override and independent of it: that is
 how the diagnostic proves that what was replayed is what was recorded.
@@ -16,7 +16,7 @@ how the diagnostic proves that what was replayed is what was recorded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,12 @@ from r3.agreement import MIN_AGREEMENT
 from r3.errors import ReplayError
 from r3.families import FAMILIES
 from r3.layout import Layout
+from r3.partial import Replayable
 from r3.replay import Replay
-from r3.sample import RolloutSample
+from r3.routers import Binding, SparseBlock, find_routers, probe
 from r3.spec import RoutingSpec, family_of
+from r3.topk import SelectionMode, Uncompiled, require_one, uncompiled
 from r3.trainers.observe import observe as observe
-from r3.trainers.routers import Binding, SparseBlock, find_routers, probe
-from r3.trainers.topk import SelectionMode, require_one
 
 _HANDLES = "_r3_hooks"
 
@@ -69,7 +69,7 @@ def attach(
     hidden_size = _hidden_size(config)
     bindings = {layer: probe(found, spec, layer, hidden_size) for layer, found in blocks.items()}
     replay = Replay(spec, list(bindings), _device(blocks), on_missing=on_missing, min_agreement=min_agreement)
-    begin, end = _uncompiled(replay.begin_forward), _uncompiled(replay.end_forward)
+    begin, end = uncompiled(replay.begin_forward), uncompiled(replay.end_forward)
     handles: list[Any] = [
         model.register_forward_pre_hook(lambda *_: begin()),
         model.register_forward_hook(lambda _module, _args, outputs: end(outputs)),
@@ -130,32 +130,13 @@ def _bind(binding: Binding, replay: Replay, layer: int) -> list[Any]:
                 require_one(mode.answered, selection, f"layer {layer}")
 
     return [
-        _Uncompiled(binding.module),
-        binding.module.register_forward_pre_hook(_uncompiled(enter), with_kwargs=True),
-        binding.module.register_forward_hook(_uncompiled(leave), always_call=True),
+        Uncompiled(binding.module),
+        binding.module.register_forward_pre_hook(uncompiled(enter), with_kwargs=True),
+        binding.module.register_forward_hook(uncompiled(leave), always_call=True),
     ]
 
 
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _Uncompiled:
-    """Keeps torch.compile out of a router. Traced, a selection would be answered once for all micro-batches, and by a backend
-    that runs torch functions a second time."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.own = module, module.__dict__.get("forward")
-        self.ours = module.__dict__["forward"] = _uncompiled(module.forward)
-
-    def remove(self) -> None:
-        if self.module.__dict__.get("forward") is self.ours:
-            del self.module.__dict__["forward"]
-            if self.own is not None:
-                self.module.__dict__["forward"] = self.own
-
-
-def right_padded(samples: Sequence[RolloutSample], pad_id: int = 0) -> tuple[Layout, torch.Tensor, torch.Tensor]:
+def right_padded(samples: Sequence[Replayable], pad_id: int = 0) -> tuple[Layout, torch.Tensor, torch.Tensor]:
     """(layout, input_ids, attention_mask), both [batch, longest] int64: the simplest micro-batch of some samples."""
     layout = Layout.padded([sample.num_tokens for sample in samples])
     tokens = np.concatenate([sample.tokens for sample in samples]).astype(np.int64)

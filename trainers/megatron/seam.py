@@ -7,7 +7,7 @@ code runs as it is. `Seam` is our object there. It needs neither `moe_enable_rou
 other attributes are looked up in it, and it comes back when r3 is detached.
 
 Older routers have no seam but end in the same `torch.topk(scores, k, dim=1)`: there that call is answered
-(`r3.trainers.topk`), the first one of a router's forward, because the auxiliary loss makes a second one that stays live.
+(`r3.topk`), the first one of a router's forward, because the auxiliary loss makes a second one that stays live.
 
 Contract: gate weights are gathered from `scores` as the router hands them over: dense, before group-limited routing masks
 any, so the router keeps its gradient and its formula. `prove` runs the router's own routing code once on dummy logits, without
@@ -29,7 +29,7 @@ from torch import nn
 from r3.errors import ReplayError, first_line
 from r3.replay import Replay
 from r3.spec import RoutingSpec
-from r3.trainers.topk import Selection, SelectionMode, require_one
+from r3.topk import Selection, SelectionMode, require_one
 
 DefaultTopk = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

@@ -1,8 +1,8 @@
 """fsdp: adapters for miles' FSDP routing replay, for every family that r3 replays.
 
 miles has three adapters, each a copy of one router's forward with its top-k replaced. Here one does for all: the module's own
-forward runs, and only the answer of its top-k over the experts is replaced (`r3.trainers.topk`). What the class is that makes
-the selection was found by trying each family's block (`r3.trainers.routers.probe`); `tests/test_miles_hooks.py` finds it
+forward runs, and only the answer of its top-k over the experts is replaced (`r3.topk`). What the class is that makes
+the selection was found by trying each family's block (`r3.routers.probe`); `tests/test_miles_hooks.py` finds it
 again.
 
 Contract: r3's adapters stand before miles' own three, because they are registered as soon as miles' module has been executed.
@@ -21,8 +21,8 @@ from r3.errors import ReplayError
 from r3.families import FAMILIES
 from r3.microbatch import Own
 from r3.spec import RoutingSpec, family_of
+from r3.topk import Selection, SelectionMode, require_one
 from r3.trainers.slime.upstream import Need, find
-from r3.trainers.topk import Selection, SelectionMode, require_one
 
 MODULE = "miles.backends.fsdp_utils.adaptations.routing_replay"
 _NEEDS = (

@@ -9,7 +9,9 @@ One thing is looked through. A group-limited router (DeepSeek-V2) fills the scor
 before it selects, and uses the values of that selection as gate weights. A recorded expert may lie outside the groups that the
 trainer would choose; its weight is its score before the fill, which is what its formula gives in the rollout.
 
-`SelectionMode` is a TorchFunctionMode: it is active in one thread, inside one router's forward, and sees both
+`SelectionWatch` is the same place for a rollout: the router's own choice is reported, and goes on as it was, to the bit.
+
+Both are TorchFunctionModes: active in one thread, inside one router's forward, they see both
 `torch.topk` and `Tensor.topk`. A selection of K experts is told from an earlier one over groups of them ([rows, groups,
 experts of a group]) by its number of dimensions.
 
@@ -22,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from r3.errors import ReplayError
@@ -100,6 +103,37 @@ class SelectionMode(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
 
+class SelectionWatch(TorchFunctionMode):
+    """Inside one forward of one router: report what it selects, and change nothing.
+
+    Args:
+        selection: Which call is watched.
+        report: Gets the ids of the router's choice, in the shape of the call [..., K].
+
+    Attributes:
+        answered: Calls seen so far.
+    """
+
+    def __init__(self, selection: Selection, report: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.selection, self.report = selection, report
+        self.answered = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in _TOPK and self.selection.is_in(*args, **kwargs):
+            self.answered += 1
+            self.report(result[1])
+        return result
+
+
 def require_one(answered: int, selection: Selection, where: str) -> None:
     """Raise unless a router's forward made its selection, once."""
     if answered != 1:
@@ -110,3 +144,23 @@ def require_one(answered: int, selection: Selection, where: str) -> None:
             got=f"{answered} calls",
             remedy="replay is not possible in this model's router: docs/families.md lists the families in which it is",
         )
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which torch.compile leaves alone."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Uncompiled:
+    """Keeps torch.compile out of a router. Traced, a selection would be answered once for all micro-batches, and by a backend
+    that runs torch functions a second time."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own = module, module.__dict__.get("forward")
+        self.ours = module.__dict__["forward"] = uncompiled(module.forward)
+
+    def remove(self) -> None:
+        if self.module.__dict__.get("forward") is self.ours:
+            del self.module.__dict__["forward"]
+            if self.own is not None:
+                self.module.__dict__["forward"] = self.own

@@ -28,7 +28,7 @@ from torch import nn
 
 from r3.errors import ReplayError, first_line
 from r3.spec import RoutingSpec
-from r3.trainers.topk import Selection, SelectionMode, require_one
+from r3.topk import Selection, SelectionMode, require_one
 
 _GATES = ("gate", "router")
 _EXPERTS = ("experts", "input_linear")  # Granite's experts are two grouped linears in the block itself
@@ -101,10 +101,19 @@ def _decoder_layers(model: nn.Module, spec: RoutingSpec) -> nn.ModuleList:
 
 @dataclass(frozen=True)
 class Binding:
-    """Where to replay one layer: the module around its selection, and how the selection is recognised."""
+    """Where to replay one layer, and where its choice can be seen.
+
+    Attributes:
+        module: The innermost module around its selection.
+        selection: How the selection is recognised.
+        output: Where in the module's output the selected ids are, as they were selected; None if they are not in it.
+        received: Whether the experts get the selected ids [n, K] as an argument of one call.
+    """
 
     module: nn.Module
     selection: Selection
+    output: int | None = None
+    received: bool = False
 
 
 def probe(found: SparseBlock, spec: RoutingSpec, layer: int, hidden_size: int) -> Binding:
@@ -116,8 +125,9 @@ def probe(found: SparseBlock, spec: RoutingSpec, layer: int, hidden_size: int) -
     where = f"{_name(spec)}{type(found.block).__name__}, layer {layer}"
     stack: list[nn.Module] = []
     originals: dict[nn.Module, nn.Module] = {}
-    gate = _skeleton(found.gate, originals, stack)
-    entry = gate if found.bare else _skeleton(found.block, originals, stack, gate=gate)
+    outputs: dict[nn.Module, Any] = {}
+    gate = _skeleton(found.gate, originals, stack, outputs)
+    entry = gate if found.bare else _skeleton(found.block, originals, stack, outputs, gate=gate)
     num_rows = -(-spec.num_experts // spec.top_k)
     hidden = 0.5 + torch.rand(num_rows, hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
     ids = (torch.arange(num_rows * spec.top_k) % spec.num_experts).reshape(num_rows, spec.top_k)
@@ -162,14 +172,25 @@ def probe(found: SparseBlock, spec: RoutingSpec, layer: int, hidden_size: int) -
             where=where,
             remedy="attach without fused kernels for its MoE blocks (docs/families.md)",
         )
-    _require_received(received, ids, spec, where)
-    return Binding(last[0][0], selection)
+    in_experts = _require_received(received, ids, spec, where)
+    module = last[0][0]
+    output = outputs.get(module)
+    parts = output if isinstance(output, tuple) else (output,)
+    shown = [index for index, part in enumerate(parts) if _are(part, ids)]
+    return Binding(module, selection, shown[0] if shown else None, in_experts and not found.bare)
 
 
-def _require_received(received: tuple[Any, ...], ids: torch.Tensor, spec: RoutingSpec, where: str) -> None:
+def _are(part: Any, ids: torch.Tensor) -> bool:
+    if not isinstance(part, torch.Tensor) or part.is_floating_point() or part.shape[-1:] != ids.shape[1:]:
+        return False
+    return torch.equal(part.reshape(-1, ids.shape[1]).to(ids.dtype), ids)
+
+
+def _require_received(received: tuple[Any, ...], ids: torch.Tensor, spec: RoutingSpec, where: str) -> bool:
+    """Whether the experts get the selected ids as such; raise if they get others."""
     tensors = [value for value in received if isinstance(value, torch.Tensor)]
-    given = [t.reshape(-1, spec.top_k) for t in tensors if not t.is_floating_point() and t.shape[-1:] == (spec.top_k,)]
-    if given and not any(torch.equal(t.to(ids.dtype), ids) for t in given):
+    given = [t for t in tensors if not t.is_floating_point() and t.shape[-1:] == (spec.top_k,)]
+    if given and not any(_are(t, ids) for t in given):
         raise ReplayError(
             "the experts of this block are not those that its router's top-k was answered with",
             where=where,
@@ -191,6 +212,7 @@ def _require_received(received: tuple[Any, ...], ids: torch.Tensor, spec: Routin
                 where=where,
                 remedy="replay is not possible in this router (docs/families.md)",
             )
+    return bool(given)
 
 
 class _Reached(Exception):
@@ -219,12 +241,14 @@ def _skeleton(
     module: nn.Module,
     originals: dict[nn.Module, nn.Module],
     stack: list[nn.Module],
+    outputs: dict[nn.Module, Any],
     *,
     gate: nn.Module | None = None,
 ) -> nn.Module:
     """The same code on dummy weights, without hooks; given its `gate`, a block whose other children are stand-ins.
 
-    `originals` maps each clone to its module; while a clone's forward runs, it stands on `stack`.
+    `originals` maps each clone to its module; while a clone's forward runs, it stands on `stack`; what it returns is in
+    `outputs`, by its module.
     """
     clone: nn.Module = object.__new__(type(module))
     clone.__dict__.update(module.__dict__)
@@ -241,7 +265,7 @@ def _skeleton(
         clone._buffers[name] = None if buffer is None else _dummy(buffer)
     for name, child in module._modules.items():
         if gate is None or child is None:
-            clone._modules[name] = None if child is None else _skeleton(child, originals, stack)
+            clone._modules[name] = None if child is None else _skeleton(child, originals, stack, outputs)
         elif child is originals[gate]:
             clone._modules[name] = gate
         elif name in _EXPERTS:
@@ -250,12 +274,14 @@ def _skeleton(
         else:
             clone._modules[name] = _Pass()
     clone.register_forward_pre_hook(lambda itself, _args: stack.append(itself))
-    clone.register_forward_hook(lambda *_: _drop(stack), always_call=True)
+    clone.register_forward_hook(lambda _m, _a, output: _leave(stack, originals, outputs, output), always_call=True)
     return clone
 
 
-def _drop(stack: list[nn.Module]) -> None:
-    stack.pop()
+def _leave(
+    stack: list[nn.Module], originals: dict[nn.Module, nn.Module], outputs: dict[nn.Module, Any], output: Any
+) -> None:
+    outputs[originals[stack.pop()]] = output
 
 
 def _dummy(tensor: torch.Tensor) -> torch.Tensor:
