@@ -27,6 +27,8 @@ from r3.rollout.probe import call, probe
 from r3.spec import RoutingSpec
 from r3.wire.engines import known_defects, parse_version
 
+_NAMES = {"vllm": "vLLM", "transformers": "transformers"}  # engines whose servers answer in vLLM's format
+
 
 @dataclass(frozen=True)
 class EngineInfo:
@@ -36,7 +38,7 @@ class EngineInfo:
         urls: Base URLs of the servers, without a trailing slash or `/v1`.
         spec: The routing of the model they serve.
         model: The name under which they serve it.
-        engine, engine_version: `vllm`, `0.30.0`.
+        engine, engine_version: `vllm`, `0.30.0`; or `transformers`, `5.10.4`.
         model_root: vLLM's `root`: the path or hub id the weights came from.
         model_fingerprint: Of the weights, "" if they are not on a disk of this machine.
         max_model_len: Longest sequence, None if the server does not say.
@@ -94,12 +96,13 @@ async def preflight(
         urls=tuple(bases),
         spec=routing,
         model=card.model,
+        engine=card.engine,
         engine_version=card.version,
         model_root=card.root,
         model_fingerprint=fingerprint,
         max_model_len=card.max_model_len,
         logprobs_mode=modes[0],
-        warnings=check_version(card.version, card.url),
+        warnings=check_version(card.version, card.url, card.engine),
     )
 
 
@@ -119,28 +122,29 @@ def normalize_url(url: str) -> str:
     return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def check_version(version: str, url: str) -> tuple[str, ...]:
-    """Warnings about a vLLM version, from the table of `r3.wire.engines`.
+def check_version(version: str, url: str, engine: str = "vllm") -> tuple[str, ...]:
+    """Warnings about a version of an engine, from the table of `r3.wire.engines`.
 
     Raises:
         EngineError: it cannot return routes over HTTP.
     """
+    name = _NAMES[engine]
     if parse_version(version) is None:
         return (
-            f"{url}: vLLM {version or '(no version)'} is a development version: its known defects could not be looked up",
+            f"{url}: {name} {version or '(no version)'} is a development version: its known defects could not be looked up",
         )
     warnings = []
-    for defect in known_defects("vllm", version, "http"):
+    for defect in known_defects(engine, version, "http"):
         if defect.action == "refuse":
             raise EngineError(
-                f"vLLM {version} cannot be used: {defect.what}",
+                f"{name} {version} cannot be used: {defect.what}",
                 where=url,
                 expected="vLLM 0.22 or later",
                 got=version,
                 remedy=f"{defect.remedy} (on the server)",
             )
         if defect.action == "warn":
-            warnings.append(f"{url}: vLLM {version}: {defect.what}; {defect.remedy}")
+            warnings.append(f"{url}: {name} {version}: {defect.what}; {defect.remedy}")
     return tuple(warnings)
 
 
@@ -149,6 +153,7 @@ class _Card:
     """What one server says of itself."""
 
     url: str
+    engine: str
     version: str
     model: str
     root: str
@@ -173,7 +178,16 @@ async def _identify(session: aiohttp.ClientSession, url: str, model_name: str | 
             remedy="start one with `python -m vllm.entrypoints.openai.api_server --model ... --enable-return-routed-experts` "
             "and give its own URL, not that of a gateway in front of it",
         )
-    check_version(version["version"], url)
+    engine = version.get("engine", "vllm")  # vLLM's own says no more than its version
+    if engine not in _NAMES:
+        raise EngineError(
+            "this engine is not known",
+            where=url,
+            expected=" or ".join(sorted(_NAMES)),
+            got=engine,
+            remedy="serve the model with vLLM, or with `r3 serve MODEL --engine transformers`",
+        )
+    check_version(version["version"], url, engine)
     served = [entry["id"] for entry in entries]
     if model_name is not None and model_name not in served:
         raise EngineError(
@@ -187,7 +201,12 @@ async def _identify(session: aiohttp.ClientSession, url: str, model_name: str | 
     entry = next(e for e in entries if e["id"] == model_name) if model_name is not None else base[0]
     length = entry.get("max_model_len")
     return _Card(
-        url, version["version"], entry["id"], str(entry.get("root") or ""), length if isinstance(length, int) else None
+        url,
+        engine,
+        version["version"],
+        entry["id"],
+        str(entry.get("root") or ""),
+        length if isinstance(length, int) else None,
     )
 
 
@@ -206,7 +225,7 @@ async def _looks_like(session: aiohttp.ClientSession, url: str, entries: list[di
 
 
 def _require_agreement(cards: Sequence[_Card]) -> None:
-    for what in ("version", "model", "root", "max_model_len"):
+    for what in ("engine", "version", "model", "root", "max_model_len"):
         _require_same(cards, what, [getattr(card, what) for card in cards])
 
 

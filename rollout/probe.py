@@ -117,7 +117,7 @@ def _check_routes(choice: dict[str, Any], spec: RoutingSpec, url: str, prompt_le
         raise EngineError(
             "the server does not return routed experts (routed_experts is null)",
             where=url,
-            remedy="restart it with --enable-return-routed-experts",
+            remedy="restart it with --enable-return-routed-experts (vLLM), or without --no-routes (r3's own)",
         )
     try:
         num_tokens = prompt_length + len(tokens)

@@ -1,5 +1,6 @@
-"""The main job end to end, everything in it real: train a tiny MoE, serve it with vLLM, collect its rollouts with their
-routes, replay them in the trainer, and print how far the KL falls.
+"""The main job end to end, everything in it real: train a tiny MoE, serve it with vLLM (or, where that is not installed, with
+transformers' continuous batching: `--engine transformers`), collect its rollouts with their routes, replay them in the trainer,
+and print how far the KL falls.
 
 Each step is the command that it prints, run in this process. What is there already (the model, the shards) is reused; a
 server is started only if something is to be sampled, and ended however this script ends.
@@ -17,6 +18,7 @@ import tiny_moe
 import typer
 
 from r3 import ShardStore, cli
+from r3.cli.serving import EngineName
 from r3.errors import ConfigError
 from r3.fingerprint import model_fingerprint
 from r3.rollout.prompts import read_prompts
@@ -31,8 +33,9 @@ def quickstart(
         typer.Option(help="Your own model's directory; default: a tiny Qwen3-MoE trained here (3 minutes)."),
     ] = None,
     server: Annotated[
-        str | None, typer.Option(help="Your own vLLM server's URL (it must serve --model); default: one started here.")
+        str | None, typer.Option(help="Your own server's URL (it must serve --model); default: one started here.")
     ] = None,
+    engine: Annotated[EngineName, typer.Option(help="What samples, in a server started here.")] = EngineName.vllm,
     prompts: Annotated[Path | None, typer.Option(help="Your own prompts (JSONL); default: snippets of Python.")] = None,
     seeds: Annotated[list[int] | None, typer.Option("--seed", help="Sampling seeds; repeat. [0 1 2]")] = None,
     config: Annotated[Path, typer.Option(help="Defaults of collect and diagnose.")] = ROOT / "configs/quickstart.yaml",
@@ -49,10 +52,11 @@ def quickstart(
         model, prompts = model or tiny, prompts or tiny / "prompts.jsonl"
     # By weights: shards of another model are never mixed in, and never taken for this one's.
     run = out / "quickstart" / (model_fingerprint(model)[:12] or model.name)
+    run = run if engine is EngineName.vllm else run.with_name(f"{run.name}-{engine.value}")
     stores = [run / f"seed-{seed}" for seed in (seeds or [0, 1, 2])]
     missing = [store for store in stores if not is_complete(store, prompts, config)]
     if missing:
-        with serving(model, server, run) as url:
+        with serving(model, server, engine, run) as url:
             for store in missing:
                 seed = store.name.removeprefix("seed-")
                 r3(config, "collect", prompts, store, "--server", url, "--model", model, "--seed", seed)
@@ -69,14 +73,15 @@ def is_complete(store: Path, prompts: Path, config: Path) -> bool:
 
 
 @contextlib.contextmanager
-def serving(model: Path, server: str | None, run: Path) -> Iterator[str]:
+def serving(model: Path, server: str | None, engine: EngineName, run: Path) -> Iterator[str]:
     """The URL of a server that serves the model, the user's or one that lives as long as the block."""
     if server is not None:
         yield server
         return
     run.mkdir(parents=True, exist_ok=True)
-    say(f"r3 serve {model} --dtype bfloat16")
-    with cli.starting_server(str(model), dtype="bfloat16", log=run / "vllm.log") as running:
+    say(f"r3 serve {model} --engine {engine.value} --dtype bfloat16")
+    log = run / f"{engine.value}.log"
+    with cli.starting_server(str(model), engine=engine.value, dtype="bfloat16", log=log) as running:
         yield running.url
         print("stopping the server")
 

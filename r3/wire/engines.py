@@ -276,6 +276,7 @@ def null_reasons(context: Context) -> tuple[str, ...]:
     flag = {
         "sglang": "start SGLang with --enable-return-routed-experts and send return_routed_experts: true (both are needed)",
         "lmdeploy": "start LMDeploy with enable_return_routed_experts and send return_routed_experts: true",
+        "transformers": "start r3's server without --no-routes (in this process: TransformersEngine(capture=True))",
         "vllm": "start vLLM with --enable-return-routed-experts (offline: LLM(enable_return_routed_experts=True))",
         "": "start the engine with --enable-return-routed-experts (SGLang and LMDeploy: and send return_routed_experts: true)",
     }
