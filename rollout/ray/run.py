@@ -1,0 +1,113 @@
+"""run: what `RolloutPool.run` returns, the consumer's end of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from r3.rollout.collector import CollectReport, Failure
+from r3.rollout.ray.dispatch import Dispatch
+from r3.rollout.ray.flow import Flow
+from r3.rollout.ray.results import Committed
+
+
+class Run:
+    """Committed samples as they come; of one consumer. Asking for the next one says that the last one is consumed.
+
+    Attributes:
+        failures: Samples that were given up until now, with all causes.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        present: list[Committed],
+        flow: Flow,
+        loop: asyncio.AbstractEventLoop,
+        close: Callable[[], None],
+    ) -> None:
+        self._dispatch, self._present, self._flow, self._loop = dispatch, iter(present), flow, loop
+        self._close = close
+        self._held: int | None = None
+        self._ended: BaseException | bool = False
+        self._begin = time.monotonic()
+        self._seconds: float | None = None
+
+    def __iter__(self) -> Iterator[Committed]:
+        return self
+
+    def __next__(self) -> Committed:
+        sample = self._next()
+        if sample is None:
+            raise StopIteration
+        return sample
+
+    def __aiter__(self) -> AsyncIterator[Committed]:
+        return self
+
+    async def __anext__(self) -> Committed:
+        sample = await asyncio.to_thread(self._next)
+        if sample is None:
+            raise StopAsyncIteration
+        return sample
+
+    def _next(self) -> Committed | None:
+        self._release()
+        if self._ended:
+            if isinstance(self._ended, BaseException):
+                raise self._ended
+            return None
+        if (found := next(self._present, None)) is not None:
+            return found
+        answer = self._dispatch.results.get()
+        if isinstance(answer, Committed):
+            self._held = answer.bytes
+            return answer
+        self._ended, self._seconds = answer or True, time.monotonic() - self._begin
+        if answer is not None:
+            raise answer
+        return None
+
+    def _release(self) -> None:
+        if self._held is not None:
+            size, self._held = self._held, None
+            self._loop.call_soon_threadsafe(self._freed, size)
+
+    def _freed(self, size: int) -> None:
+        self._flow.give(size)
+        self._dispatch.pump()
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        return tuple(self._dispatch.failures)
+
+    def report(self) -> CollectReport:
+        """Counts, as of `r3.rollout.collector.collect`; `present` also has those that another writer was first with."""
+        counts = self._dispatch.counts
+        return CollectReport(
+            counts.asked,
+            counts.present,
+            counts.written,
+            self.failures,
+            counts.prompt_tokens,
+            counts.tokens,
+            counts.bytes,
+            time.monotonic() - self._begin if self._seconds is None else self._seconds,
+        )
+
+    @property
+    def retries(self) -> int:
+        """How often a sample was asked for again."""
+        return self._dispatch.counts.retries
+
+    def close(self) -> None:
+        """End the run before its end: what is in flight is cancelled; a later run asks for what is missing."""
+        self._close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
