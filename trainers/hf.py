@@ -25,12 +25,13 @@ import torch
 
 from r3.errors import ReplayError
 from r3.layout import Layout
+from r3.partial import Replayable
 from r3.replay import Replay
 from r3.sample import RolloutSample, token_digest
 from r3.store import ShardStore
 from r3.trainers.transformers import right_padded
 
-SAMPLES = "rollout_samples"  # of a batch: a list of RolloutSample, in the order of its lines
+SAMPLES = "rollout_samples"  # of a batch: a list of samples, in the order of its lines
 IGNORED = -100  # the label of a token that is not in the loss
 
 
@@ -38,7 +39,7 @@ class ReplayCollator:
     """Data collator: samples, or their ids in a store, become one right-padded batch that knows its samples.
 
     Args:
-        store: Where ids are opened; None if the dataset holds samples.
+        store: Where ids are opened; None if the dataset holds samples (a `ShardDataset` does).
         pad_id: Token of the padding.
 
     Returns:
@@ -49,15 +50,15 @@ class ReplayCollator:
     def __init__(self, store: ShardStore | None = None, *, pad_id: int = 0) -> None:
         self.store, self.pad_id = store, pad_id
 
-    def __call__(self, features: Sequence[RolloutSample | str]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Replayable | str]) -> dict[str, Any]:
         samples = [self._open(feature) for feature in features]
         layout, input_ids, attention_mask = right_padded(samples, self.pad_id)
         in_loss = layout.gather(np.concatenate([sample.loss_mask for sample in samples]), fill=False)
         labels = torch.where(torch.from_numpy(in_loss).reshape(input_ids.shape), input_ids, IGNORED)
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, SAMPLES: samples}
 
-    def _open(self, feature: RolloutSample | str) -> RolloutSample:
-        if isinstance(feature, RolloutSample):
+    def _open(self, feature: Replayable | str) -> Replayable:
+        if not isinstance(feature, str):
             return feature
         if self.store is None:
             raise ReplayError("this collator has no store to open sample ids in", got=repr(feature))

@@ -39,6 +39,7 @@ from r3.routes import Routes, runs_of
 from r3.sample import RolloutSample
 from r3.shard import ShardFile
 from r3.store import ShardStore
+from r3.trainers.data.lazy import LazySample
 from r3.trainers.megatron import MegatronReplay
 from r3.trainers.megatron.batch import Form, LocalBatch, Placed, Rank
 from r3.trainers.megatron.routers import decoder_of
@@ -102,7 +103,7 @@ class Driver:
         """The micro-batches for one chunk, in order.
 
         Args:
-            micro_batches: Sample ids, or samples, of each.
+            micro_batches: Sample ids, or samples, of each. Of a LazySample this rank's part is read from its shard, as of an id.
             chunk: One of `chunks`.
 
         Raises:
@@ -132,7 +133,9 @@ class Driver:
         layers = self.replay.layers_of(chunk)
         with_logprobs = bool(getattr(_unwrapped(chunk), "post_process", True))
         with contextlib.ExitStack() as files:
-            opened = [item if not isinstance(item, str) else files.enter_context(self._open(item)) for item in items]
+            opened = [
+                files.enter_context(self._open(item)) if isinstance(item, (str, LazySample)) else item for item in items
+            ]
             placed = self.form.place([one.num_tokens for one in opened], self.rank)
             seen = _tokens_seen(self.rank.router_rows(placed.layout)) if layers else None
             samples: list[Replayable] = []
@@ -141,12 +144,15 @@ class Driver:
             for item, one in zip(items, opened, strict=True):
                 needed = None if seen is None else seen[first : first + one.num_tokens]
                 first += one.num_tokens
-                samples.append(one if not isinstance(one, ShardFile) else _read(str(item), one, layers, needed))
+                name = item if isinstance(item, str) else item.sample_id
+                samples.append(one if not isinstance(one, ShardFile) else _read(name, one, layers, needed))
                 if with_logprobs:
                     logprobs.append(_logprobs(one))
         return Read(samples, placed, logprobs if with_logprobs else None)
 
-    def _open(self, sample_id: str) -> ShardFile:
+    def _open(self, sample_id: str | LazySample) -> ShardFile:
+        if isinstance(sample_id, LazySample):
+            return sample_id.open()
         if self.store is None:
             raise ReplayError(
                 "a sample id, and no store", where=repr(sample_id), remedy="Driver(replay, chunks, store)"
