@@ -29,6 +29,8 @@ from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Completion, Sampling, message_of, parse_completion, request_of
 
 _RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+_READ_BUFFER = 16 << 20  # bytes; a response is read whole: to pause the socket every 128 KB, as by default, only costs
+_LARGEST = (32 << 20) - (64 << 10)  # bytes, less some for the allocator's own use
 _MAX_RETRY_AFTER = 120.0  # seconds; no server is waited for longer at a time
 
 
@@ -92,6 +94,7 @@ class VllmClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> VllmClient:
+        keep_freed_memory()
         self._session = new_session(self._timeout_s, self._api_key)
         return self
 
@@ -176,11 +179,22 @@ class VllmClient:
         return completion
 
 
+def keep_freed_memory() -> None:
+    """Let this process keep the memory of a response that it is done with, for the next one.
+
+    glibc gives the end of the heap back to the kernel when more is free there than twice the largest block that was ever freed,
+    and the next 10 MB response faults each page in again: 13 of 19 ms of receiving it. To free a block of almost 32 MiB, the most
+    that glibc learns from, ends that for as long as the process lives. The block is never touched, so it costs nothing.
+    """
+    bytearray(_LARGEST)
+
+
 def new_session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:
     """A session without a limit on connections (the collector bounds what is in flight) and without proxies."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
+        read_bufsize=_READ_BUFFER,
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(10.0, timeout_s)),
         headers=headers,
     )

@@ -35,6 +35,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _THREADS = 4  # decoding and writing one sample takes about a millisecond each, mostly outside the interpreter's lock
+_THREADS_REMOTE = 32  # and some tens of milliseconds of waiting for an object store
 _COMPARED = 32  # shards that are there already and are compared with what is asked for
 
 
@@ -154,7 +155,7 @@ class _Collection:
         for prompt in prompts:
             tasks = [_Task(prompt, f"{prompt.prompt_id}.{k}") for k in range(n)]
             try:
-                self.store.path_of(tasks[-1].sample_id)
+                self.store.key_of(tasks[-1].sample_id)
             except StoreError as error:
                 raise PromptError(
                     "the id is too long for a file name",
@@ -172,7 +173,7 @@ class _Collection:
     async def run(self, client: Sampler, concurrency: int) -> CollectReport:
         self.begin = time.monotonic()
         queue = iter(self.tasks)
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="r3-collect")
+        pool = ThreadPoolExecutor(_THREADS if self.store.is_local else _THREADS_REMOTE, thread_name_prefix="r3-collect")
         try:
             async with client:
                 await _until_done([self._work(client, queue, pool) for _ in range(min(concurrency, len(self.tasks)))])
@@ -186,7 +187,11 @@ class _Collection:
 
     def _final(self, error: R3Error) -> R3Error:
         """The error that ends the run, with what it means for the samples."""
-        written = sum(task.sample_id in self.store for task in self.tasks)  # also those that were being written
+        try:
+            there = set(self.store.sample_ids())  # also those that were being written
+        except StoreError:  # it cannot be reached: then that is what ended the run, or worse
+            return error
+        written = sum(task.sample_id in there for task in self.tasks)
         lost = self.started - written - len(self.failures)
         error.remedy = (
             f"{error.remedy or 'correct the cause'}\n  {written} samples of this run are written and complete"

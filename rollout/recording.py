@@ -13,7 +13,7 @@ from __future__ import annotations
 import orjson
 
 from r3 import wire
-from r3.errors import StoreError
+from r3.errors import PresentError, StoreError
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Completion, Sampling
@@ -60,9 +60,10 @@ class Recorder:
             StoreError: the store cannot be written.
         """
         sample = self.sample(prompt, sample_id, completion, weight_version=weight_version)
-        if sample_id in self.store:
+        try:
+            return self.store.add(sample, fsync=self.fsync)
+        except PresentError:
             return 0
-        return self.store.add(sample, fsync=self.fsync).stat().st_size
 
     def sample(
         self, prompt: Prompt, sample_id: str, completion: Completion, *, weight_version: int | None = None
@@ -88,13 +89,13 @@ class Recorder:
             "context": Context(
                 engine=self.engine.engine,
                 version=self.engine.engine_version,
-                channel="http" if payload is None or isinstance(payload, str) else "offline",
+                channel="http" if payload is None or isinstance(payload, (str, memoryview)) else "offline",
                 finish_reason=completion.finish_reason,
                 stream=False,
                 prompt_tokens=len(completion.prompt_token_ids),
             ),
         }
-        if payload is None or isinstance(payload, str):
+        if payload is None or isinstance(payload, (str, memoryview)):
             return wire.decode_vllm(payload, self.engine.spec, **request)
         return wire.routes_from_rows(payload, self.engine.spec, **request)
 
@@ -126,7 +127,7 @@ class Recorder:
             SpecError: it was routed by another model.
         """
         sample = self.store.open(sample_id)
-        where = str(self.store.path_of(sample_id))
+        where = self.store.key_of(sample_id)
         self.engine.spec.require_same(sample.spec, where)
         theirs, ours = sample.provenance, self._provenance(prompt, "")
         model = "model_fingerprint" if theirs.model_fingerprint and ours.model_fingerprint else "model"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,9 @@ import pytest
 import safetensors.torch
 import torch
 import verl_parts
+from helpers import random_sample
 
-from r3 import ShardStore
+from r3 import ShardStore, shard
 from r3.errors import ConfigError, WireError
 from r3.handoff import NOTE, Note
 from r3.metrics import gap_metrics
@@ -425,3 +427,19 @@ def test_megatrons_fused_router_and_a_second_replay_are_refused(megatron: list[d
     errors = megatron[0]["result"]["errors"]
     assert "moe_router_fusion" in errors["fused"]
     assert "two would replay" in errors["twice"]
+
+
+@pytest.mark.parametrize("place", ["memory://verl-loops/run", "run"])
+def test_the_key_of_an_agent_loop_is_good_anywhere(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL stays one, a relative directory becomes absolute; old steps go."""
+    from r3.rollout.verl.loops import ReplayLoopMixin
+    from r3.rollout.verl.settings import Settings
+
+    monkeypatch.chdir(tmp_path)
+    loop: Any = SimpleNamespace(settings=Settings(store=place, keep_steps=2))
+    for step in (3, 4, 5):
+        sample = random_sample(np.random.default_rng(step), sample_id=f"u/{step}")
+        key = ReplayLoopMixin._write(loop, sample, {"global_steps": step})
+        assert key.startswith(("memory://", str(tmp_path)))
+        assert shard.load_file(key).routes.equal(sample.routes)
+    assert ShardStore(place).steps() == [4, 5]

@@ -77,7 +77,7 @@ def encode_envelope(rows: Rows, *, start: int = 0, encoding: str = "base64") -> 
 
 
 def decode_base64(payload: Any, where: str) -> bytes:
-    if not isinstance(payload, (str, bytes)):
+    if not isinstance(payload, (str, bytes, memoryview)):
         raise refuse(
             "encoding",
             "routes are not a base64 string",
