@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 from urllib.parse import quote
 
-from r3.errors import PresentError, R3Warning, StoreError
+from r3.errors import ConfigError, PresentError, R3Warning, StoreError
 from r3.shard import files, objects
 from r3.shard.failures import doing
 
@@ -112,15 +112,19 @@ class LocalFolder:
         return (self.path / name).is_file()
 
     def files(self) -> Iterator[str]:
-        with contextlib.suppress(FileNotFoundError):
-            yield from self.folders()
+        yield from self.folders()
         if not self.exists():  # deleting begins with a rename: while the name is there, the list is whole
             raise _overtaken(self.url)
 
     def folders(self) -> Iterator[str]:
-        with os.scandir(self.path) as entries:
-            for entry in entries:
-                yield entry.name
+        try:
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    yield entry.name
+        except FileNotFoundError:
+            raise _overtaken(self.url) from None
+        except OSError as error:
+            raise StoreError(f"cannot be listed ({error.strerror or error})", where=self.url) from error
 
     def add(self, name: str, pieces: Sequence[memoryview], *, fsync: bool) -> None:
         path = self.path / name
@@ -177,6 +181,13 @@ class UrlFolder:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.name = self.url.rpartition("/")[2]
+        if any(each in self.url for each in "*?["):
+            raise ConfigError(
+                "fsspec takes this URL for a pattern: what is deleted here would be that of other folders",
+                where=url,
+                expected="a URL without any of * ? [",
+                remedy="choose another name for the folder",
+            )
         # Only what r3 deletes as a whole can have a mark; for the run's own folder it is not asked for.
         self._is_step = self.name.startswith("step-")
 
@@ -198,8 +209,9 @@ class UrlFolder:
 
         def ask() -> None:
             if self._is_going():
-                self._clear(self.name)
-                store.remove([self._going(path)])
+                self._clear()
+                with contextlib.suppress(FileNotFoundError):  # another process was faster
+                    store.remove([self._going(path)])
             if not store.exists(f"{path}/{_MARK}"):
                 store.make_folder(path)
                 store.put(f"{path}/{_MARK}", b"", exclusive=False)
@@ -269,22 +281,25 @@ class UrlFolder:
             folders, going = self._steps()
             for name in folders:
                 if name in going:
-                    self.child(name)._clear(name)
+                    self.child(name)._clear()
 
         doing("written to", self.url, ask)
 
-    def _clear(self, name: str) -> None:
-        """Delete all that this step holds."""
+    def _clear(self) -> None:
+        """Delete all that this step holds, unless another process makes it anew meanwhile."""
         store, path = self._at()
         before: list[str] = []
         while found := [each for each, is_folder in store.entries(path) if not is_folder]:
+            if not store.exists(self._going(path)):  # asked after the list: what it holds may be new
+                return
             if found == before:  # s3fs does not report keys that a bulk deletion refused
-                raise PermissionError(f"{len(found)} objects of {name} were not deleted")
+                raise PermissionError(f"{len(found)} objects of {self.name} were not deleted")
             with contextlib.suppress(FileNotFoundError):  # another process deletes the same
                 store.remove([f"{path}/{each}" for each in found])
             before = found
-        with contextlib.suppress(FileNotFoundError):
-            store.remove_folder(path)
+        if not store.is_atomic and store.exists(self._going(path)):
+            with contextlib.suppress(FileNotFoundError):
+                store.remove_folder(path)
 
     def _is_going(self) -> bool:
         if not self._is_step:
@@ -341,7 +356,7 @@ class UrlFolder:
 
 
 def _overtaken(url: str) -> StoreError:
-    return StoreError("this step was deleted while it was being listed", where=url)
+    return StoreError("this folder was deleted while it was being listed", where=url)
 
 
 def _cannot_write(path: Path, error: OSError) -> StoreError:

@@ -20,7 +20,7 @@ from r3.errors import R3Error, ShardError, StoreError
 from r3.shard import format1
 from r3.shard.files import is_url
 from r3.spec import RoutingSpec
-from r3.store import ShardStore, id_in, is_store
+from r3.store import ShardStore, id_in, is_store, require_named
 
 _PROVENANCE = (
     "engine",
@@ -87,14 +87,8 @@ def _verify(key: str, spec: RoutingSpec | None, in_store: bool) -> tuple[int, R3
         sample, size = shard.load_with_size(key)
         if spec is not None:
             spec.require_same(sample.spec, key)
-        if in_store and id_in(key) != sample.sample_id:
-            raise ShardError(
-                "a shard under another sample's name",
-                where=key,
-                expected=f"sample {id_in(key)!r}",
-                got=f"sample {sample.sample_id!r}",
-                remedy="rename the file as ShardStore.key_of says, or delete it",
-            )
+        if in_store:
+            require_named(key, id_in(key), sample.sample_id)
         return size, None
     except R3Error as error:
         return 0, error

@@ -27,7 +27,7 @@ from typing import TypeVar
 from urllib.parse import quote, unquote
 
 from r3 import shard
-from r3.errors import NoShardError, PresentError, StoreError
+from r3.errors import NoShardError, PresentError, ShardError, StoreError
 from r3.folders import Folder, LocalFolder, folder_of
 from r3.sample import RolloutSample
 from r3.shard.files import is_leftover, is_url, local_path
@@ -50,7 +50,7 @@ class ShardStore:
 
     Raises:
         StoreError: no such folder, or it cannot be made.
-        ConfigError: a URL, and fsspec or the file system's own package is not installed.
+        ConfigError: a URL, and fsspec or the file system's own package is not installed; one that fsspec takes for a pattern.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, create: bool = False) -> None:
@@ -266,6 +266,19 @@ class ShardStore:
 def id_in(key: str) -> str:
     """The sample id in what `ShardStore.key_of` gave."""
     return unquote(key.rpartition("/")[2].removesuffix(shard.SUFFIX))
+
+
+def require_named(key: str, sample_id: str, found: str) -> None:
+    """Raise ShardError unless the shard in a store is of the sample that its name says: a copy under another name is one sample
+    twice."""
+    if found != sample_id:
+        raise ShardError(
+            "a shard under another sample's name",
+            where=key,
+            expected=f"sample {sample_id!r}",
+            got=f"sample {found!r}",
+            remedy="rename the file as ShardStore.key_of says, or delete it",
+        )
 
 
 def is_store(place: str | os.PathLike[str]) -> bool:

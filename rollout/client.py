@@ -21,6 +21,7 @@ from email.utils import parsedate_to_datetime
 from types import TracebackType
 
 import aiohttp
+import numpy as np
 import orjson
 import tenacity
 
@@ -94,7 +95,6 @@ class VllmClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> VllmClient:
-        keep_freed_memory()
         self._session = new_session(self._timeout_s, self._api_key)
         return self
 
@@ -184,9 +184,13 @@ def keep_freed_memory() -> None:
 
     glibc gives the end of the heap back to the kernel when more is free there than twice the largest block that was ever freed,
     and the next 10 MB response faults each page in again: 13 of 19 ms of receiving it. To free a block of almost 32 MiB, the most
-    that glibc learns from, ends that for as long as the process lives. The block is never touched, so it costs nothing.
+    that glibc learns from, ends that for as long as the process lives. The block is not cleared and never touched.
+
+    It changes the allocator of the whole process (up to 64 MiB of free memory stay with it), so no class of r3 does it by
+    itself: `r3 collect`, `r3 budget --measure` and Ray workers do, whose processes are r3's. Call it in one of your own that
+    collects.
     """
-    bytearray(_LARGEST)
+    np.empty(_LARGEST, np.uint8)
 
 
 def new_session(timeout_s: float, api_key: str | None) -> aiohttp.ClientSession:

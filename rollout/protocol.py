@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,9 +21,10 @@ import orjson
 
 from r3.errors import ConfigError, EngineError
 from r3.rollout.prompts import Prompt
+from r3.sample import UNKNOWN_VERSION
 
 _ROUTES, _STRING = b'"routed_experts"', re.compile(rb'\s*:\s*"')
-_TAKEN = b"@taken"  # stands in the JSON where routes were; no base64
+_TAKEN = secrets.token_hex(16)  # stands in the JSON where routes were; what comes from outside cannot be equal to it
 
 _RESERVED = {
     *("model", "prompt", "messages", "prompt_token_ids", "prompt_embeds"),
@@ -105,6 +107,7 @@ class Completion:
             engine in this process an integer array [rows, layers, K].
         finish_reason: `stop`, `length`, ...
         url: The server that sampled.
+        weight_version: Of the weights that sampled, where the engine knows it.
     """
 
     prompt_token_ids: npt.NDArray[np.int64]
@@ -113,6 +116,7 @@ class Completion:
     routed_experts: str | memoryview | npt.NDArray[Any] | None
     finish_reason: str
     url: str
+    weight_version: int = UNKNOWN_VERSION
 
 
 class Sampler(Protocol):
@@ -162,7 +166,7 @@ def parse_completion(content: bytes, url: str) -> Completion:
             logprobs = (
                 logprobs.get("token_logprobs") if content_of is None else [item["logprob"] for item in content_of]
             )
-        finish_reason = choice.get("finish_reason")
+        finish_reason, version = choice.get("finish_reason"), response.get("weight_version")
     except (orjson.JSONDecodeError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise EngineError(
             f"not a completion in vLLM's format ({type(error).__name__}: {error})",
@@ -192,25 +196,28 @@ def parse_completion(content: bytes, url: str) -> Completion:
             got=f"{int(np.isfinite(arrays[2]).sum())} finite of {len(logprobs)}",
             remedy="update the engine; a sampled token without its log-prob cannot be trained on",
         )
-    return Completion(*arrays, choice.get("routed_experts") if routes is None else routes, str(finish_reason), url)
+    payload = choice.get("routed_experts") if routes is None else routes
+    weights = version if isinstance(version, int) else UNKNOWN_VERSION  # r3's own server says it, vLLM does not
+    return Completion(*arrays, payload, str(finish_reason), url, weights)
 
 
 def _load(content: bytes) -> tuple[Any, memoryview | None]:
     """The JSON of a response, and its routes as a view of `content` if they could be taken out before it was parsed.
 
     Seven eighths of a response are one string of base64. A parser checks and copies it as text (9 of 14 ms for 8.4 MB, with
-    the interpreter's lock), and then `r3.wire` checks each character again. Where anything is unusual (JSON escapes in the
-    string, the key twice or elsewhere than in the choice) nothing is taken out.
+    the interpreter's lock), and then `r3.wire` checks each character again. What is taken out is the choice's own if what stands
+    in its place is found there after parsing. If not (the key was another object's, or comes again), or if the string has JSON
+    escapes, the whole is parsed.
     """
     key = content.find(_ROUTES)
     value = _STRING.match(content, key + len(_ROUTES)) if key >= 0 else None
     if value is not None:
         view, begin, end = memoryview(content), value.end(), content.find(b'"', value.end())
-        if end >= 0 and content.find(b"\\", begin, end) < 0 and content.find(_ROUTES, end) < 0:
-            response = orjson.loads(b"".join((view[:begin], _TAKEN, view[end:])))
+        if end >= 0 and content.find(b"\\", begin, end) < 0:
+            response = orjson.loads(b"".join((view[:begin], _TAKEN.encode(), view[end:])))
             choices = response.get("choices") if isinstance(response, dict) else None
             first = choices[0] if isinstance(choices, list) and choices else None
-            if isinstance(first, dict) and first.get("routed_experts") == _TAKEN.decode():
+            if isinstance(first, dict) and first.get("routed_experts") == _TAKEN:
                 return response, view[begin:end]
     return orjson.loads(content), None
 

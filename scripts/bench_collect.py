@@ -31,7 +31,7 @@ import typer
 from r3 import ShardStore
 from r3.budget import PRESETS, Model, Step, measure, shard_bytes, simulate, standins, wire_bytes
 from r3.budget.standin import Standins
-from r3.rollout.client import VllmClient
+from r3.rollout.client import VllmClient, keep_freed_memory
 from r3.rollout.collector import collect
 from r3.rollout.preflight import EngineInfo, preflight
 from r3.rollout.prompts import Prompt, read_prompts
@@ -271,4 +271,5 @@ def step_of_case(case: Case, costs: Any, count: int, cores: int, server_s: float
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as in the process of `r3 collect`
     app()

@@ -10,6 +10,7 @@ conditional puts one fails, and moto looks whether a key is there and then write
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -80,16 +81,23 @@ class Server:
             return json.loads(answer.read())
 
 
+@functools.cache
+def _started() -> tuple[subprocess.Popen[str], Server]:
+    process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Server(int(process.stdout.readline()))
+
+
 @pytest.fixture(scope="session")
 def server_process() -> Iterator[Server]:
-    """One for the session, started when the first test asks for it."""
-    process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield Server(int(process.stdout.readline()))
-    finally:
-        process.kill()
-        process.wait()
+    """One for the session, started when the first test asks for it.
+
+    For all modules that import this fixture, to each of which it is another one: s3fs keeps the endpoint that it saw first.
+    """
+    process, server = _started()
+    yield server
+    process.kill()
+    process.wait()
 
 
 @pytest.fixture

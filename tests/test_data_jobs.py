@@ -95,6 +95,8 @@ def work(rank: int, port: int, root: str, out: str) -> None:
     results["ids"] = [sample.sample_id for sample in dataset]
     with pytest.raises(StoreError, match="no such store"):  # on both
         Snapshot.shared(lambda: take(f"{root}/absent"))
+    with pytest.raises(FileNotFoundError if rank == 0 else StoreError, match="No such file"):  # nobody waits for ever
+        Snapshot.shared(lambda: take(os.listdir(f"{root}/absent")[0]))
     with pytest.raises(ConfigError, match="which share of the samples is this one's"):
         ShardDataset(snapshot)
     torch.save(results, Path(out) / f"{rank}.pt")

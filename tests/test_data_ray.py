@@ -14,7 +14,7 @@ import pytest
 from helpers import SPEC, random_sample
 
 from r3 import RolloutSample, ShardStore
-from r3.errors import ConfigError, SampleError, StoreError
+from r3.errors import ConfigError, SampleError, ShardError, StoreError
 from r3.partial import PartialSample
 from r3.trainers.data import LazySample, Snapshot, Versions
 
@@ -70,6 +70,10 @@ def test_rows(ray: Any, store: ShardStore) -> None:  # noqa: ARG001
     sample = sample_of_row(rows[5])
     assert isinstance(sample, LazySample)
     assert sample.routes.equal(store.open(sample.sample_id).routes)
+    for name in ("tokens", "rollout_logprobs"):
+        with pytest.raises(ShardError, match=f"replaced since this row was read.*\n.*expected the {name}"):
+            sample_of_row({**rows[5], name: rows[5][name][::-1]})
+    assert isinstance(sample_of_row({"key": rows[5]["key"]}), LazySample)
     row = read_store(store, versions=Versions(oldest=4), group_size=4).take(1)[0]
     assert row["weight_version_low"] == 4
 

@@ -228,6 +228,18 @@ def damage(store: ShardStore, sample_id: str, content: bytes) -> None:
     path.write_bytes(raw)
 
 
+def test_other_routes_of_the_same_tokens_are_of_another_shard(own: ShardStore) -> None:
+    """As after an update of the weights, sampled greedily."""
+    rollout: dict[str, Any] = {"prompt_tokens": np.arange(4), "response_tokens": np.arange(8), "sample_id": "p0.0"}
+    rollout["response_logprobs"] = -np.ones(8)
+    own.replace(random_sample(np.random.default_rng(1), **rollout))
+    sample = LazySample.read(own, "p0.0")
+    own.replace(random_sample(np.random.default_rng(2), **rollout))
+    for read in (lambda: sample.routes, sample.whole, sample.open, lambda: sample.part(layers=(2,)).routes):
+        with pytest.raises(ShardError, match="replaced since its tokens were read"):
+            read()
+
+
 def test_a_shard_that_is_replaced_or_deleted_meanwhile(own: ShardStore) -> None:
     first, second = (LazySample.read(own, name) for name in ("p0.0", "p0.1"))
     own.path_of("p0.0").unlink()
@@ -272,7 +284,7 @@ def test_a_store_in_memory() -> None:
 # Resume ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [0, 10_000])
+@pytest.mark.parametrize("ahead", [0, pytest.param(10_000, marks=pytest.mark.engine)])
 def test_a_stream_goes_on_after_any_sample(ahead: int, store: ShardStore) -> None:
     snapshot = Snapshot.take(store, group_size=SIZE)
 
@@ -482,6 +494,22 @@ def owner(store: ShardStore) -> int:
     return 0 if any(dataset.snapshot.units[unit].name == "0|p2" for unit in units) else 1
 
 
+def test_a_substitute_of_a_share_that_is_gone_on_with(damaged: ShardStore) -> None:
+    """The damaged unit is the last one: only what was given out before the resume can stand in."""
+    snapshot, rank = Snapshot.take(damaged, bad="skip", group_size=SIZE), owner(damaged)
+    for seed in itertools.count():
+        dataset = ShardIterableDataset(snapshot, rank=rank, world_size=2, seed=seed)
+        if snapshot.units[dataset.deal.shares[rank][-1]].name == "0|p2":
+            break
+    before = ids(itertools.islice(dataset, 2 * SIZE))
+    again = ShardIterableDataset(snapshot, rank=rank, world_size=2, seed=seed)
+    again.load_state_dict(dataset.state_dict())
+    with pytest.warns(R3Warning, match="given again"):
+        rest = list(again)
+    assert [sample.sample_id for sample in rest] == before[SIZE:]
+    assert all("p2.1" in sample.instead_of for sample in rest)
+
+
 def test_a_share_of_which_nothing_can_be_read(own: ShardStore) -> None:
     for name in own.sample_ids():
         path = own.path_of(name)
@@ -490,6 +518,17 @@ def test_a_share_of_which_nothing_can_be_read(own: ShardStore) -> None:
         path.write_bytes(raw)
     with pytest.raises(StoreError, match="no shard of a rank's share can be read"):
         list(ShardIterableDataset(own, rank=0, world_size=2, bad="skip"))
+
+
+@pytest.mark.parametrize("ahead", [0, 10_000])
+def test_a_copy_under_another_name_is_not_a_second_sample(ahead: int, own: ShardStore) -> None:
+    own.path_of("p9.0").write_bytes(own.path_of("p0.0").read_bytes())
+    for dataset in (ShardDataset(own), ShardIterableDataset(own, prefetch_bytes=ahead)):
+        with pytest.raises(ShardError, match=r"p9\.0\.safetensors: a shard under another sample's name"):
+            list(dataset)
+    snapshot = Snapshot.take(own, bad="skip")
+    assert list(snapshot.report.bad) == [str(own.path_of("p9.0"))]
+    assert snapshot.num_samples == 24
 
 
 def test_a_map_style_substitute(damaged: ShardStore) -> None:
@@ -581,6 +620,21 @@ def test_a_stream_that_follows_goes_on_and_on_other_ranks(tmp_path: Path) -> Non
         make(0, 2).load_state_dict(halfway.state_dict())
     with pytest.raises(ConfigError, match="not exchangeable"):
         ShardIterableDataset(store, rank=0, world_size=2).load_state_dict(states[0])
+
+
+def test_a_share_that_has_only_what_others_have_is_filled_up_once_over_a_resume(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path)
+    add(store, "g0", 1)
+
+    def make() -> ShardIterableDataset:
+        follow = Follow(1, expected=["g0.0"], poll_s=0.002)
+        return ShardIterableDataset(store, rank=1, world_size=2, follow=follow, uneven="pad")
+
+    dataset = make()
+    assert ids(itertools.islice(dataset, 1)) == ["g0.0"]
+    again = make()
+    again.load_state_dict(dataset.state_dict())
+    assert ids(again) == []
 
 
 @pytest.mark.engine

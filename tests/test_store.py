@@ -221,6 +221,17 @@ def test_a_listing_that_gc_overtakes_is_an_error_and_not_half_a_list(tmp_path) -
         list(names)
 
 
+def test_a_store_that_is_gone_is_an_error_of_the_store(tmp_path) -> None:
+    store = ShardStore(tmp_path / "run", create=True)
+    store.root.rmdir()
+    for ask in (store.steps, store.sample_ids, store.stores, store.leftovers, lambda: store.keep_steps(1)):
+        with pytest.raises(StoreError, match="deleted while it was being listed"):
+            ask()
+    store.root.write_text("a file")
+    with pytest.raises(StoreError, match="Not a directory"):
+        store.steps()
+
+
 def test_a_killed_gc_is_completed_by_the_next(tmp_path, monkeypatch) -> None:
     store = steps_of(tmp_path, 4)
     with monkeypatch.context() as patch:

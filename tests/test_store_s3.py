@@ -113,6 +113,8 @@ def test_what_a_call_costs(run: ShardStore, server: Server) -> None:  # noqa: F8
     assert cost(lambda: ShardStore(run.url)) == ["HEAD"]
     assert cost(lambda: run.step(3)) == ["HEAD", "HEAD"]
     assert cost(lambda: run.step(3, create=True)) == ["HEAD", "HEAD"]
+    run.step(4, create=True)
+    assert cost(lambda: run.keep_steps(1)) == ["GET", "PUT", "GET", "GET", "HEAD", "POST", "GET"]
     with pytest.raises(PresentError):
         run.add(sample("a"))
     assert server.methods()[-1] == "HEAD"  # no megabytes are sent to be refused

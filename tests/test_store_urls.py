@@ -172,6 +172,30 @@ def test_a_deletion_that_was_killed_is_invisible_and_completed(root: str, comple
     assert not [each for each in fs.find(path) if "step-000000/" in each]
 
 
+@pytest.mark.parametrize("root", ["memory", "shared"], indirect=True)
+def test_two_workers_make_a_deleted_step_anew(root: str, monkeypatch) -> None:
+    """The slower one has seen the mark when the faster one makes the step and writes: what that wrote stays."""
+    store = ShardStore(root, create=True)
+    for number in (1, 2):
+        store.step(number, create=True).add(sample("old"))
+    store.keep_steps(1)
+    clear = UrlFolder._clear
+
+    def late(folder: UrlFolder) -> None:
+        monkeypatch.setattr(UrlFolder, "_clear", clear)
+        store.step(1, create=True).add(sample("new"))
+        clear(folder)
+
+    monkeypatch.setattr(UrlFolder, "_clear", late)
+    assert store.step(1, create=True).sample_ids() == ["new"]
+
+
+def test_a_url_that_is_a_pattern_is_refused() -> None:
+    for url in ("memory://run[1]", "s3://bucket/run*", "memory://run?"):
+        with pytest.raises(ConfigError, match="for a pattern"):
+            ShardStore(url, create=True)
+
+
 def test_a_store_travels_to_another_process(root: str) -> None:
     store = ShardStore(root, create=True)
     store.add(sample("a"))

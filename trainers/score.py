@@ -85,9 +85,20 @@ class TransformersScorer:
         self.path, self.dtype, self.router_scores = str(path), dtype, router_scores
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+            model, keys = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), output_loading_info=True
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"transformers cannot load this model ({error})", where=self.path) from None
+        # transformers draws weights that the checkpoint lacks at random and goes on: that gap would be measured.
+        drawn = sorted(map(str, [*keys["missing_keys"], *keys["mismatched_keys"]]))
+        if drawn:
+            raise ConfigError(
+                f"the checkpoint has not all weights of this model: {len(drawn)} are absent or of another shape",
+                where=self.path,
+                got=", ".join(drawn[:3]) + (", ..." if len(drawn) > 3 else ""),
+                remedy="complete the checkpoint, or mend its config.json",
+            )
         self.model: Any = model.to(self.device).eval()
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         self.replay = attach(self.model, self.spec, min_agreement=0)  # the report tells the agreement

@@ -33,6 +33,7 @@ from r3 import shard, wire
 from r3.budget.models import PRESETS, Model
 from r3.budget.sizes import route_bytes, shard_bytes, wire_bytes
 from r3.budget.standin import completion, routes_of, standins
+from r3.errors import ConfigError
 from r3.routes import Routes
 from r3.sample import RolloutSample
 from r3.shard.files import write_atomically
@@ -91,9 +92,14 @@ def measure(seconds: float = 10.0, directory: str | None = None, model: Model = 
     Args:
         seconds: About so long, all stages together.
         directory: Where to write shards; the temporary directory if None. Measure where the shards will be.
+
+    Raises:
+        ConfigError: no such directory.
     """
     from r3.rollout.protocol import parse_completion
 
+    if directory is not None and not Path(directory).is_dir():
+        raise ConfigError("no such directory", where=directory, remedy="make it, or name one where shards will be")
     spec, tokens = model.spec, PROMPT + RESPONSE
     payload = routes_of(spec, tokens, 0)
     plain = completion(model.vocabulary, PROMPT, RESPONSE, routes=None)

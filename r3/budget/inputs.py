@@ -29,7 +29,7 @@ class Workload:
     def __post_init__(self) -> None:
         if min(self.samples, self.response, self.keep_steps, self.micro_batch_tokens) < 1 or self.prompt < 0:
             raise ConfigError("nothing to size", expected="at least one of everything", got=self)
-        if self.step_seconds <= 0:
+        if not self.step_seconds > 0:  # nor NaN
             raise ConfigError("a step takes time", expected="above 0 s", got=self.step_seconds)
 
     @property
@@ -93,5 +93,5 @@ class Limits:
     objects: bool = False
 
     def __post_init__(self) -> None:
-        if min(value for name, value in asdict(self).items() if name != "objects") <= 0:
+        if not all(value > 0 for name, value in asdict(self).items() if name != "objects"):
             raise ConfigError("a limit of 0 is none", expected="above 0", got=self)

@@ -113,6 +113,9 @@ def budget(
         raise ConfigError(
             "fewer samples than data-parallel replicas", expected=f"at least {parallel.data}", got=workload.samples
         )
+    chunks = parallel.pipeline * parallel.virtual
+    if chunks > model.spec.num_layers:
+        raise ConfigError("more model chunks than decoder layers", expected=model.spec.num_layers, got=chunks)
     sized = _Sized(model, workload, collection, parallel, limits, costs)
     lines = [*sized.sizes(), *sized.collecting(), *sized.training(), *(sized.through_ray() if ray else ())]
     loads = sorted(sized.loads(), key=lambda load: load.share, reverse=True)
@@ -133,7 +136,8 @@ class _Sized:
         self.npy = npy_bytes(model, work.tokens)
         self.loop = costs.loop_s(model, work.prompt, work.response)
         self.threads = costs.threads_s(model, work.prompt, work.response)
-        self.reads = reads(model, work.prompt, work.response, parallel, objects=limits.objects)
+        together = max(1, work.micro_batch_tokens // work.tokens)
+        self.reads = reads(model, work.prompt, work.response, parallel, together=together, objects=limits.objects)
 
     def sizes(self) -> Iterator[Line]:
         work, tokens, spec = self.work, self.work.tokens, self.model.spec
@@ -233,7 +237,7 @@ class _Sized:
             "a step's; in a thread beside the GPU",
         )
         if self.limits.objects:
-            how = f"{each.requests} a sample: a HEAD, the head, token ids, ranges of routes, each reader"
+            how = f"{each.requests:.4g} a sample: a HEAD, the head, token ids, ranges of routes, each reader"
             yield Line("training", "gets", "GET and HEAD requests", each.requests * work.rate, "1/s", how)
             puts, gets = work.samples * self.limits.put_price, each.requests * work.samples * self.limits.get_price
             yield Line(
@@ -327,7 +331,7 @@ class _Sized:
     def step(self, slots: int, spread: float, seed: int) -> Step:
         """What `simulate` needs: sequences take as long as fills the step's seconds with `slots` in each server."""
         work, collection, limits = self.work, self.collection, self.limits
-        in_flight = min(collection.servers * slots, collection.processes * collection.concurrency)
+        in_flight = min(collection.servers * slots, collection.processes * collection.concurrency, work.samples)
         return Step(
             samples=work.samples,
             servers=collection.servers,

@@ -18,6 +18,7 @@ import numpy as np
 import orjson
 
 from r3.budget.models import Model
+from r3.errors import ConfigError
 from r3.routes import Routes
 from r3.sample import Provenance, RolloutSample
 from r3.shard import container, format1
@@ -146,6 +147,10 @@ class Parallel:
     virtual: int = 1
     sequence_parallel: bool = True
 
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.pipeline, self.context, self.data, self.expert, self.virtual) < 1:
+            raise ConfigError("no such trainer", expected="at least one of everything", got=self)
+
     @property
     def ranks(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
@@ -163,15 +168,18 @@ class Reads:
     Attributes:
         bytes: From files, or out of an object store.
         rank_bytes: Of these, of the rank that reads most.
-        requests: GET and HEAD in an object store; on files, the same number of reads and opens.
+        requests: GET and HEAD in an object store; on files, the same number of reads and opens. Of several long samples in a
+            micro-batch an estimate.
     """
 
     bytes: int
     rank_bytes: int
-    requests: int
+    requests: float
 
 
-def reads(model: Model, prompt: int, response: int, parallel: Parallel, *, objects: bool = False) -> Reads:
+def reads(
+    model: Model, prompt: int, response: int, parallel: Parallel, *, together: int = 1, objects: bool = False
+) -> Reads:
     """What the ranks of one data-parallel replica read of one sample, as `Driver` does.
 
     Each model chunk of each rank opens the shard and reads the head (4 KB), the token ids, its layers of the routes (whole
@@ -179,36 +187,42 @@ def reads(model: Model, prompt: int, response: int, parallel: Parallel, *, objec
     nothing. Layers are spread evenly over the chunks.
 
     Args:
+        together: Samples of a packed micro-batch. Sequence parallelism cuts the whole line, so that most of many short samples
+            are on one tensor-parallel rank; the others then read no routes of it. Lengths differ: a cut falls inside a sample.
         objects: From an object store, where ranges that lie within 128 KiB of each other are one request, gaps included.
     """
     tokens, spec = prompt + response, model.spec
     layer = tokens * spec.top_k * spec.dtype.itemsize
-    in_ranges = parallel.token_share > 1 and layer >= RANGES_FROM
+    # Pieces that tensor parallelism cuts a context rank's part of a sample into (in the mean), or its copies of that part.
+    pieces, copies = 1.0, parallel.tensor
+    if parallel.sequence_parallel:
+        pieces, copies = (together + parallel.tensor - 1) / together, 1
+    in_ranges = parallel.context * pieces > 1 and layer >= RANGES_FROM
     chunks = parallel.pipeline * parallel.virtual
     bounds = [round(i * spec.num_layers / chunks) for i in range(chunks + 1)]
-    size_of: dict[tuple[int, int], int] = {}  # by pipeline and context rank, of one tensor rank
-    requests = 0
+    size_of: dict[tuple[int, int], float] = {}  # by pipeline and context rank, of all tensor ranks
+    requests = 0.0
     for chunk in range(chunks):
         layers = sum(bounds[chunk] <= each < bounds[chunk + 1] for each in spec.moe_layers)
         for context in range(parallel.context):
             # A context-parallel rank has two runs of a sequence (the last one's meet), a sequence-parallel rank a part of one.
             meet = context == parallel.context - 1
-            runs = 1 if meet or (parallel.sequence_parallel and parallel.tensor > 1) else 2
+            runs = pieces if meet else max(2.0, pieces)
             size, asked = READ_HEAD + token_width(model) * tokens, 3  # a HEAD (or open), the head, the token ids
             if chunk == chunks - 1:
                 size, asked = size + 4 * response, asked + 1
-            part = layer // parallel.token_share // runs
+            part = layer / (parallel.context * runs)
             if not in_ranges:
-                size, asked = size + layers * layer, asked + min(layers, 1)
+                routes, ranges = pieces * layers * layer, pieces * min(layers, 1)
             elif objects and layers and layer - part <= GAP:
                 span = (layers - 1) * layer + part
-                size, asked = size + runs * span, asked + runs * -(-span // BLOCK)
+                routes, ranges = runs * span, runs * math.ceil(span / BLOCK)
             else:
-                size, asked = size + runs * layers * part, asked + runs * layers
+                routes, ranges = runs * layers * part, runs * layers
             place = chunk % parallel.pipeline, context
-            size_of[place] = size_of.get(place, 0) + size
-            requests += asked * parallel.tensor
-    return Reads(sum(size_of.values()) * parallel.tensor, max(size_of.values()), requests)
+            size_of[place] = size_of.get(place, 0.0) + parallel.tensor * size + copies * routes
+            requests += parallel.tensor * asked + copies * ranges
+    return Reads(round(sum(size_of.values())), round(max(size_of.values()) / parallel.tensor), requests)
 
 
 def token_width(model: Model) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import orjson
 import typer
 
 from r3.cli.app import app, console
+from r3.errors import ConfigError
 
 if TYPE_CHECKING:
     from r3.budget import Budget, Outcome
@@ -68,7 +70,14 @@ def budget(
     """
     from r3 import budget as sizing
 
-    costs = sizing.measure(directory=None if directory is None else str(directory)) if measure else sizing.DEFAULTS
+    if directory is not None and not measure:
+        raise ConfigError("a directory, and nothing to measure there", where="--directory", remedy="add --measure")
+    costs = sizing.DEFAULTS
+    if measure:
+        from r3.rollout.client import keep_freed_memory
+
+        keep_freed_memory()  # as in the process that collects
+        costs = sizing.measure(directory=None if directory is None else str(directory))
     result = sizing.budget(
         sizing.model_of(model),
         sizing.Workload(samples, prompt_tokens, response_tokens, step_seconds, keep_steps, micro_batch_tokens),
@@ -101,6 +110,8 @@ def budget(
 
 def number(value: float) -> str:
     """Three significant digits or all of an integer: 1,048,576  317  0.0123."""
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value) and abs(value) < 1e9:
         return f"{int(value):,}"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3

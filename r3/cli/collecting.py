@@ -110,7 +110,7 @@ def collect(
     command again asks only for what is missing. With --ray, workers on a cluster do the same, each writing where it runs;
     the store must then be a place that all of its nodes see.
     """
-    from r3.rollout import collector, preflight, protocol
+    from r3.rollout import client, collector, preflight, protocol
     from r3.rollout.prompts import read_prompts
 
     asked = read_prompts(prompts)[:limit]
@@ -142,6 +142,7 @@ def collect(
             "no server to ask", where="collect", expected="--server URL, or --ray", remedy="`r3 serve MODEL` starts one"
         )
     target = ShardStore(store, create=True)
+    client.keep_freed_memory()
 
     async def run(progress: Callable[[CollectReport], None]) -> CollectReport:
         found = await preflight.preflight(server, model_path=model, model_name=model_name, api_key=api_key)
@@ -172,17 +173,22 @@ def _engine(
     if kind == "server":
         if not server:
             raise ConfigError("no server to ask", where="--engine server", expected="--server URL")
-        path = None if model is None else str(model)
+        path = None if model is None else _as_workers_see(model)
         return Engine.server(server, model_path=path, model_name=name, api_key=api_key, **arguments)
     if server:
         raise ConfigError("--server goes with --engine server", where="--engine", got=kind)
     if kind == "vllm":
         if model is None:
             raise ConfigError("no model to load", where="--engine vllm", expected="--model PATH, as the nodes see it")
-        return Engine.vllm(str(model), **arguments)
+        return Engine.vllm(_as_workers_see(model), **arguments)
     if ":" not in kind:
         raise ConfigError("no such engine", where="--engine", expected="vllm, server, or module:function", got=kind)
     return Engine.custom(kind, **arguments)
+
+
+def _as_workers_see(model: Path) -> str:
+    """A worker's directory is not this one; a name that is no directory here may be one there, or a name on a hub."""
+    return str(model.absolute() if model.exists() else model)
 
 
 def _collect_on_ray(pool: Any, asked: list[Any], n: int, on_bad_prompt: OnBad) -> None:

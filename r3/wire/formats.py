@@ -77,7 +77,7 @@ def encode_envelope(rows: Rows, *, start: int = 0, encoding: str = "base64") -> 
 
 
 def decode_base64(payload: Any, where: str) -> bytes:
-    if not isinstance(payload, (str, bytes, memoryview)):
+    if not isinstance(payload, (str, bytes, bytearray, memoryview)):
         raise refuse(
             "encoding",
             "routes are not a base64 string",
@@ -159,8 +159,9 @@ def is_npy(payload: str | bytes) -> bool:
 
 def read_npy(payload: Any, where: str) -> Rows:
     """vLLM's base64, or the `.npy` bytes themselves."""
-    raw = isinstance(payload, bytes) and payload[:6] == _NPY_MAGIC
-    return parse_npy(payload if raw else decode_base64(payload, where), where)
+    if isinstance(payload, (bytes, bytearray, memoryview)) and bytes(payload[:6]) == _NPY_MAGIC:
+        return parse_npy(bytes(payload), where)
+    return parse_npy(decode_base64(payload, where), where)
 
 
 def read_int32(data: bytes, spec: RoutingSpec, where: str) -> Rows:

@@ -79,7 +79,7 @@ class Follower:
         self.selection, self.follow, self.slot, self.slots = selection, follow, slot, slots
         self.seed, self.epoch, self.uneven = seed, epoch, uneven
         self.done, self.taken = frozenset(done), frozenset(taken)
-        self._pads_given = len(taken) - len(self.taken)
+        self._num_taken = len(taken)
         self.report, self.padded = Report(), 0
         self._slot_of: dict[str, int] | None = None
         self._rest: dict[str, list[Ref]] = {}  # groups that are not complete yet
@@ -159,7 +159,9 @@ class Follower:
         own = [unit for name, unit in self._units.items() if self._slot(name) == self.slot]
         spare = own or [self._units[name] for name in sorted(self._units)]
         self.padded = most - mine
-        return [spare[i % len(spare)] for i in range(self._pads_given, self.padded)]
+        # A share that has no unit is filled up with those of others, so not every name that was given out is its own.
+        pads_given = self._num_taken - sum(unit.name in self.taken for unit in own)
+        return [spare[i % len(spare)] for i in range(pads_given, self.padded)]
 
     def _slot(self, name: str) -> int:
         if self.follow.expected is None:

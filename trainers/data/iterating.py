@@ -201,7 +201,7 @@ class ShardIterableDataset(Share, IterableDataset[LazySample]):
             threads=self.threads,
         )
         stop = threading.Event()
-        reads = reader.read(self._units(now, stop))
+        reads = reader.read(self._units(now, stop), self._earlier(now))
         skip = (now.given or 0) % now.unit_size
         given, taken = now.given or 0, list(now.taken or ())
         try:
@@ -237,7 +237,14 @@ class ShardIterableDataset(Share, IterableDataset[LazySample]):
             )
             yield from self.follower.units(stop)
             return
-        snapshot = self._require_snapshot()
-        share = self._deal(now.epoch, now.done_units()).shares[self.rank][worker::workers]
-        for index in share[(now.given or 0) // snapshot.unit_size :]:
-            yield snapshot.units[index]
+        for index in self._share(now)[(now.given or 0) // now.unit_size :]:
+            yield self._require_snapshot().units[index]
+
+    def _earlier(self, now: Progress) -> Iterator[Unit]:
+        """The units of this worker's share that were given out, the last one first; unknown where a store is followed."""
+        if self.follow is None:
+            for index in reversed(self._share(now)[: (now.given or 0) // now.unit_size]):
+                yield self._require_snapshot().units[index]
+
+    def _share(self, now: Progress) -> tuple[int, ...]:
+        return self._deal(now.epoch, now.done_units()).shares[self.rank][now.worker or 0 :: now.num_workers or 1]

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from r3 import shard
 from r3.errors import ShardError
@@ -27,7 +28,9 @@ from r3.routes import Mask, Routes
 from r3.sample import Provenance, RolloutSample
 from r3.shard import ShardFile, format1
 from r3.shard.files import is_url
-from r3.store import ShardStore
+from r3.store import ShardStore, require_named
+
+_CHECKSUM = "checksum."  # prefix of the metadata that hold a shard's checksums
 
 
 class LazySample(PartialSample):
@@ -60,7 +63,7 @@ class LazySample(PartialSample):
         if layers is not None:
             positions_of(file.spec, chosen, f"sample {file.metadata.get('sample_id', '')!r}")
         # Checksums of layers are of no use once the file is closed, and are half of what would travel to other processes.
-        metadata = {name: text for name, text in file.metadata.items() if not name.startswith("checksum.")}
+        metadata = {name: text for name, text in file.metadata.items() if not name.startswith(_CHECKSUM)}
         try:
             self._set(
                 key=key,
@@ -75,6 +78,7 @@ class LazySample(PartialSample):
                 recorded=file.recorded,
                 metadata=metadata,
                 instead_of="",
+                _contents=_contents(file),
             )
         except (KeyError, ValueError) as error:
             raise ShardError(f"the metadata of this shard is not complete ({error})", where=key) from None
@@ -95,7 +99,13 @@ class LazySample(PartialSample):
 
     @classmethod
     def of_shard(
-        cls, key: str, *, layers: Sequence[int] | None = None, tokens: slice = slice(None), routes: bool = False
+        cls,
+        key: str,
+        *,
+        layers: Sequence[int] | None = None,
+        tokens: slice = slice(None),
+        routes: bool = False,
+        sample_id: str | None = None,
     ) -> LazySample:
         """Of the shard at a path or URL.
 
@@ -103,13 +113,16 @@ class LazySample(PartialSample):
             layers: Global decoder-layer indices whose routes will be wanted; all that route if None.
             tokens: The range of tokens whose routes will be wanted, a slice with step 1.
             routes: Read them now, while the shard is open.
+            sample_id: Whose shard it must be.
 
         Raises:
-            ShardError: no such shard, damaged, or of another version.
+            ShardError: no such shard, damaged, of another version or of another sample.
             SampleError: layers that do not route in the model that sampled.
         """
         with shard.open_file(key) as file:
             sample = cls(key, file, layers=layers, tokens=tokens)
+            if sample_id is not None:
+                require_named(key, sample_id, sample.sample_id)
             if routes:
                 sample._set(_routes=sample._read(file))
         return sample
@@ -117,7 +130,7 @@ class LazySample(PartialSample):
     @classmethod
     def read(cls, store: ShardStore, sample_id: str, layers: Sequence[int] | None = None) -> LazySample:
         """As `PartialSample.read`, but for the routes, which are read when they are asked for."""
-        return cls.of_shard(key_of(store, sample_id), layers=layers)
+        return cls.of_shard(key_of(store, sample_id), layers=layers, sample_id=sample_id)
 
     @classmethod
     def of(cls, sample: RolloutSample, layers: Sequence[int]) -> PartialSample:
@@ -175,7 +188,7 @@ class LazySample(PartialSample):
     def whole(self) -> RolloutSample:
         """All of it, verified."""
         sample = shard.load_file(self.key)
-        self._require_same(sample.token_digest)
+        self.open().close()  # afterwards: what was read is either this shard or older than what is there now
         return sample
 
     def open(self) -> ShardFile:
@@ -186,19 +199,20 @@ class LazySample(PartialSample):
         """
         file = shard.open_file(self.key)
         try:
-            self._require_same(file.metadata.get("token_digest", ""))
+            self._require_same(file)
         except BaseException:
             file.close()
             raise
         return file
 
-    def _require_same(self, digest: str) -> None:
-        if digest != self.metadata.get("token_digest"):
+    def _require_same(self, file: ShardFile) -> None:
+        # Not by the tokens alone: the same prompt, sampled greedily from other weights, may give the same tokens by other routes.
+        if (contents := _contents(file)) != self.__dict__["_contents"]:
             raise ShardError(
-                "this shard was replaced since its tokens were read: its routes are of other tokens",
+                "this shard was replaced since its tokens were read: its routes are of other tokens, or of another rollout",
                 where=self.key,
-                expected=self.metadata.get("token_digest"),
-                got=digest,
+                expected=f"contents {self.__dict__['_contents']}",
+                got=contents,
                 remedy="make a new dataset; do not collect into a store that is being trained on under the same sample ids",
             )
 
@@ -219,6 +233,12 @@ class LazySample(PartialSample):
     def __repr__(self) -> str:
         state = "read" if self.routes_read else "not read"
         return f"LazySample({self.sample_id!r}, {len(self.tokens)} tokens, {len(self.layers)} layers, routes {state})"
+
+
+def _contents(file: ShardFile) -> str:
+    """Equal where all tensors of two shards are: a digest of their checksums."""
+    sums = sorted(f"{name}={text}" for name, text in file.metadata.items() if name.startswith(_CHECKSUM))
+    return xxhash.xxh3_128_hexdigest("\n".join(sums).encode())
 
 
 def version_range(weight_version: npt.NDArray[np.int32], loss_mask: Mask) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, get_worker_info
 from r3.errors import ConfigError, ShardError, StoreError
 from r3.trainers.data.lazy import LazySample
 from r3.trainers.data.share import Share, substituted, warn
-from r3.trainers.data.snapshot import pack
+from r3.trainers.data.snapshot import Ref, pack
 
 
 class ShardDataset(Share, Dataset[LazySample]):
@@ -44,15 +44,14 @@ class ShardDataset(Share, Dataset[LazySample]):
             raise IndexError(f"sample {index} of a share of {count}")
         index %= count
         snapshot = self._require_snapshot()
-        key = self._key(index)
         try:
-            return self._read(key)
+            return self._read(self._ref(index))
         except (ShardError, StoreError) as error:
             if not snapshot.skip_bad or snapshot.grouped:
                 raise
             for after in range(1, count):
                 try:
-                    sample = self._read(self._key((index + after) % count))
+                    sample = self._read(self._ref((index + after) % count))
                 except (ShardError, StoreError):
                     continue
                 substituted(sample, error)
@@ -60,10 +59,10 @@ class ShardDataset(Share, Dataset[LazySample]):
                 return sample
             raise
 
-    def _key(self, index: int) -> str:
+    def _ref(self, index: int) -> Ref:
         snapshot = self._require_snapshot()
         share = self._deal(self.epoch, self._done).shares[self.rank]
-        return snapshot.units[share[index // snapshot.unit_size]].refs[index % snapshot.unit_size].key
+        return snapshot.units[share[index // snapshot.unit_size]].refs[index % snapshot.unit_size]
 
     def set_epoch(self, epoch: int) -> None:
         """As above; what was given out before a merged state was saved is dealt again in another epoch."""

@@ -158,7 +158,7 @@ class _Reader:
         size = 0
         for refs in self.units:
             try:
-                samples = [self._sample(ref.key) for ref in refs]
+                samples = [self._sample(ref) for ref in refs]
             except (ShardError, StoreError) as error:
                 if not self.skip_bad:
                     raise
@@ -172,9 +172,9 @@ class _Reader:
         if rows:
             yield pa.Table.from_pylist(rows, schema=schema_of(self.routes))
 
-    def _sample(self, key: str) -> LazySample:
+    def _sample(self, ref: Ref) -> LazySample:
         layers = None if isinstance(self.routes, bool) else self.routes
-        return LazySample.of_shard(key, layers=layers, routes=self.routes is not False)
+        return LazySample.of_shard(ref.key, layers=layers, routes=self.routes is not False, sample_id=ref.sample_id)
 
 
 def schema_of(routes: bool | Sequence[int]) -> pa.Schema:
@@ -189,11 +189,13 @@ def sample_of_row(row: Mapping[str, Any]) -> PartialSample:
 
     Raises:
         SampleError: the row is not one of `read_store`.
-        ShardError: its shard is gone.
+        ShardError: its shard is gone, or holds other tokens or log-probs than the row.
     """
     try:
         if row.get("routes") is None:
-            return LazySample.of_shard(row["key"])
+            sample = LazySample.of_shard(row["key"])
+            _require_unchanged(row, sample)
+            return sample
         spec = RoutingSpec.from_json(row["spec"])
         shape = tuple(int(n) for n in row["routes_shape"])
         ids = np.frombuffer(row["routes"], spec.dtype).reshape(shape)
@@ -213,6 +215,21 @@ def sample_of_row(row: Mapping[str, Any]) -> PartialSample:
             expected=list(COLUMNS | ROUTES),
             got=list(row),
         ) from None
+
+
+def _require_unchanged(row: Mapping[str, Any], sample: LazySample) -> None:
+    """Raise if the shard was replaced since the row was read; by those columns that the row still has."""
+    for name in ("tokens", "rollout_logprobs"):
+        if (had := row.get(name)) is not None and not np.array_equal(
+            np.asarray(had, getattr(sample, name).dtype), getattr(sample, name), equal_nan=name == "rollout_logprobs"
+        ):
+            raise ShardError(
+                "this shard was replaced since this row was read of it",
+                where=sample.key,
+                expected=f"the {name} of the row",
+                got="others",
+                remedy="read the store again; do not collect into a store that is being trained on under the same sample ids",
+            )
 
 
 def _row(sample: LazySample, with_routes: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from r3.errors import ShardError, StoreError
 from r3.trainers.data.lazy import LazySample
 from r3.trainers.data.prefetch import Prefetcher
 from r3.trainers.data.share import substituted, warn
-from r3.trainers.data.snapshot import Unit
+from r3.trainers.data.snapshot import Ref, Unit
 
 
 class UnitReader:
@@ -40,34 +40,44 @@ class UnitReader:
         self.layers, self.tokens, self.routes = layers, tokens, routes
         self.skip_bad, self.alone, self.budget, self.threads = skip_bad, alone, budget, threads
 
-    def read(self, units: Iterable[Unit]) -> Generator[tuple[str, list[LazySample]], None, None]:
+    def read(
+        self, units: Iterable[Unit], earlier: Iterable[Unit] = ()
+    ) -> Generator[tuple[str, list[LazySample]], None, None]:
         """Name and samples of each unit; no samples of one that is left out.
+
+        Args:
+            earlier: Units of the share that were given out before it was gone on with: one of them may have to stand in.
 
         Raises:
             ShardError, StoreError: a shard cannot be read, and bad ones are not skipped; or with several ranks, none of a
                 share can.
         """
         if not self.budget:
-            yield from self._whole(map(self._open, units))
+            yield from self._whole(map(self._open, units), earlier)
             return
         with Prefetcher(
             units, self._stage, budget=self.budget, threads=self.threads, name=lambda unit: repr(unit.name)
         ) as ahead:
-            yield from self._whole(ahead)
+            yield from self._whole(ahead, earlier)
 
-    def _sample(self, key: str) -> LazySample:
-        return LazySample.of_shard(key, layers=self.layers, tokens=self.tokens, routes=self.routes or self.budget > 0)
+    def _sample(self, ref: Ref, routes: bool) -> LazySample:
+        return LazySample.of_shard(
+            ref.key, layers=self.layers, tokens=self.tokens, routes=routes, sample_id=ref.sample_id
+        )
+
+    def _samples(self, unit: Unit) -> list[LazySample]:
+        return [self._sample(ref, self.routes or self.budget > 0) for ref in unit.refs]
 
     def _open(self, unit: Unit) -> _Read:
         try:
-            return _Read(unit, [self._sample(ref.key) for ref in unit.refs])
+            return _Read(unit, self._samples(unit))
         except (ShardError, StoreError) as error:
             return self._unreadable(unit, error)
 
     def _stage(self, unit: Unit) -> tuple[int, Callable[[], _Read]]:
         """For the prefetcher: all but the routes now, which are a few percent, and the routes when there is room."""
         try:
-            samples = [LazySample.of_shard(ref.key, layers=self.layers, tokens=self.tokens) for ref in unit.refs]
+            samples = [self._sample(ref, False) for ref in unit.refs]
         except (ShardError, StoreError) as error:
             unreadable = self._unreadable(unit, error)
             return 0, lambda: unreadable
@@ -87,7 +97,7 @@ class UnitReader:
             raise error
         return _Read(unit, [], error)
 
-    def _whole(self, reads: Iterable[_Read]) -> Iterator[tuple[str, list[LazySample]]]:
+    def _whole(self, reads: Iterable[_Read], earlier: Iterable[Unit]) -> Iterator[tuple[str, list[LazySample]]]:
         """Units whose samples could all be read, by name. One that could not is empty on a single rank; with several,
         another one's samples stand in its place, so that no rank has fewer than the others."""
         spare: Unit | None = None
@@ -101,9 +111,10 @@ class UnitReader:
                 yield read.unit.name, []
             else:
                 owed.append(read)
+                spare = spare or next((unit for unit in earlier if self._open(unit).error is None), None)
             while owed and spare is not None:
                 bad = owed.pop(0)
-                again = [self._sample(ref.key) for ref in spare.refs]
+                again = self._samples(spare)
                 assert bad.error is not None
                 for sample in again:
                     substituted(sample, bad.error)

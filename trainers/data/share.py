@@ -13,7 +13,7 @@ from r3.errors import ConfigError, R3Error, R3Warning
 from r3.trainers.data.dealing import Deal, deal
 from r3.trainers.data.lazy import LazySample
 from r3.trainers.data.progress import Progress
-from r3.trainers.data.snapshot import Selection, Snapshot, Source, Versions, select
+from r3.trainers.data.snapshot import Ref, Selection, Snapshot, Source, Versions, select
 
 
 class Share:
@@ -83,7 +83,7 @@ class Share:
 
     def _deal(self, epoch: int, done: tuple[int, ...]) -> Deal:
         snapshot = self._require_snapshot()
-        key = (id(snapshot), epoch, done)
+        key = (snapshot, epoch, done)  # snapshots are equal where they are the same object
         if self._dealt is None or self._dealt[0] != key:
             given = frozenset(done)
             dealt = deal(
@@ -134,8 +134,11 @@ class Share:
             self._epoch[0] = progress.epoch
         return progress
 
-    def _read(self, key: str) -> LazySample:
-        return LazySample.of_shard(key, layers=self.layers, tokens=self.tokens, routes=self.routes == "read")
+    def _read(self, ref: Ref) -> LazySample:
+        routes = self.routes == "read"
+        return LazySample.of_shard(
+            ref.key, layers=self.layers, tokens=self.tokens, routes=routes, sample_id=ref.sample_id
+        )
 
 
 def substituted(sample: LazySample, error: R3Error) -> None:

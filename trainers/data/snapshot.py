@@ -28,7 +28,7 @@ import xxhash
 
 from r3.errors import ConfigError, R3Error, ShardError, StoreError
 from r3.shard.files import is_url
-from r3.store import ShardStore
+from r3.store import ShardStore, require_named
 from r3.trainers.data.lazy import key_of, version_range
 
 Source = ShardStore | str | os.PathLike[str]
@@ -168,6 +168,7 @@ class Selection:
 
         try:
             with shard.open_file(ref.key) as file:
+                require_named(ref.key, ref.sample_id, file.metadata.get("sample_id", ""))
                 low, high = version_range(file.weight_version, file.loss_mask)
                 verdict = "" if self.versions is None else self.versions.verdict(low, high)
                 return Head(ref, file.metadata.get("group_id", ""), verdict)
@@ -284,22 +285,30 @@ class Snapshot:
 
     @classmethod
     def shared(cls, take: Callable[[], Snapshot], *, group: Any = None) -> Snapshot:
-        """The snapshot that rank 0 takes, on every rank of the process group; what rank 0 raises, all raise.
+        """The snapshot that rank 0 takes, on every rank of the process group.
 
         Args:
             take: Called on rank 0 of the group only.
             group: A torch process group; the default one if None.
+
+        Raises:
+            R3Error: what rank 0 raises, all raise; where it is of another kind, a StoreError on the other ranks.
         """
         import torch.distributed as dist
 
         box: list[Any] = [None]
+        failed: Exception | None = None
         first = dist.get_global_rank(group, 0) if group is not None else 0
         if dist.get_rank() == first:
             try:
                 box = [take()]
-            except R3Error as error:
-                box = [error]
+            except Exception as error:  # of any kind: the others wait for an answer
+                failed = error
+                told = f"the first rank cannot take the snapshot ({type(error).__name__}: {error})"
+                box = [error if isinstance(error, R3Error) else StoreError(told)]
         dist.broadcast_object_list(box, src=first, group=group)
+        if failed is not None:
+            raise failed
         if isinstance(box[0], R3Error):
             raise box[0]
         snapshot: Snapshot = box[0]
