@@ -24,6 +24,7 @@ from r3.errors import EngineError
 from r3.fingerprint import model_fingerprint
 from r3.rollout.client import new_session
 from r3.rollout.probe import call, probe
+from r3.sample import UNKNOWN_VERSION
 from r3.spec import RoutingSpec
 from r3.wire.engines import known_defects, parse_version
 
@@ -44,6 +45,7 @@ class EngineInfo:
         max_model_len: Longest sequence, None if the server does not say.
         logprobs_mode: `raw_logprobs` or `processed_logprobs`, as measured.
         warnings: What the user should know about this version.
+        weight_version: Of the weights, where the engine knows it.
     """
 
     urls: tuple[str, ...]
@@ -56,6 +58,7 @@ class EngineInfo:
     max_model_len: int | None = None
     logprobs_mode: str = ""
     warnings: tuple[str, ...] = ()
+    weight_version: int = UNKNOWN_VERSION
 
 
 async def preflight(
@@ -103,6 +106,7 @@ async def preflight(
         max_model_len=card.max_model_len,
         logprobs_mode=modes[0],
         warnings=check_version(card.version, card.url, card.engine),
+        weight_version=card.weight_version,
     )
 
 
@@ -158,6 +162,7 @@ class _Card:
     model: str
     root: str
     max_model_len: int | None
+    weight_version: int
 
 
 async def _identify(session: aiohttp.ClientSession, url: str, model_name: str | None) -> _Card:
@@ -199,7 +204,7 @@ async def _identify(session: aiohttp.ClientSession, url: str, model_name: str | 
         )
     base = [entry for entry in entries if not entry.get("parent")] or entries  # an adapter names its parent
     entry = next(e for e in entries if e["id"] == model_name) if model_name is not None else base[0]
-    length = entry.get("max_model_len")
+    length, weights = entry.get("max_model_len"), entry.get("weight_version")
     return _Card(
         url,
         engine,
@@ -207,6 +212,7 @@ async def _identify(session: aiohttp.ClientSession, url: str, model_name: str | 
         entry["id"],
         str(entry.get("root") or ""),
         length if isinstance(length, int) else None,
+        weights if isinstance(weights, int) else UNKNOWN_VERSION,
     )
 
 
@@ -225,7 +231,7 @@ async def _looks_like(session: aiohttp.ClientSession, url: str, entries: list[di
 
 
 def _require_agreement(cards: Sequence[_Card]) -> None:
-    for what in ("engine", "version", "model", "root", "max_model_len"):
+    for what in ("engine", "version", "model", "root", "max_model_len", "weight_version"):
         _require_same(cards, what, [getattr(card, what) for card in cards])
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -93,6 +93,21 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
             remedy="write one JSON object a line",
         )
     return prompts
+
+
+def require_distinct(prompts: Iterable[Prompt]) -> None:
+    """For prompts that were not read from a file.
+
+    Raises:
+        PromptError: two have one id: of one of them there would be no sample, or the other's.
+    """
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.prompt_id in seen:
+            raise PromptError(
+                "the id is taken", where=prompt.where, expected="every id once", remedy="give each prompt its own id"
+            )
+        seen.add(prompt.prompt_id)
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

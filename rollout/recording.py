@@ -30,7 +30,8 @@ class Recorder:
         store: Where the shards go.
         engine: What sampled, as `r3.rollout.preflight.preflight` found it.
         sampling: How it was asked to sample.
-        weight_version: Version of the weights that it samples with, e.g. the trainer's step.
+        weight_version: Version of the weights that it samples with, e.g. the trainer's step; the engine's own if not given.
+            A completion that has one keeps it.
         fsync: As in `r3.shard.save_file`.
     """
 
@@ -44,7 +45,8 @@ class Recorder:
         fsync: bool = True,
     ) -> None:
         self.store, self.engine, self.sampling = store, engine, sampling
-        self.weight_version, self.fsync = weight_version, fsync
+        self.weight_version = engine.weight_version if weight_version == UNKNOWN_VERSION else weight_version
+        self.fsync = fsync
 
     def keep(self, prompt: Prompt, sample_id: str, completion: Completion, *, weight_version: int | None = None) -> int:
         """Decode, check and write one sample.
@@ -69,6 +71,9 @@ class Recorder:
         self, prompt: Prompt, sample_id: str, completion: Completion, *, weight_version: int | None = None
     ) -> RolloutSample:
         """The sample that `keep` writes; arguments and errors as there."""
+        if weight_version is None:
+            own = completion.weight_version
+            weight_version = self.weight_version if own == UNKNOWN_VERSION else own
         return RolloutSample.from_rollout(
             sample_id=sample_id,
             group_id=prompt.prompt_id,
@@ -77,7 +82,7 @@ class Recorder:
             response_tokens=completion.token_ids,
             response_logprobs=completion.logprobs,
             routes=self._routes(f"sample {sample_id!r} of {prompt.where}", completion),
-            weight_version=self.weight_version if weight_version is None else weight_version,
+            weight_version=weight_version,
             provenance=self._provenance(prompt, completion.finish_reason),
         )
 

@@ -32,6 +32,7 @@ def three_nodes() -> Iterator[Any]:
             "include_dashboard": False,
             "num_cpus": 8,
             "object_store_memory": 100 * MB,
+            "_system_config": {"metrics_report_interval_ms": 1000},
             "resources": {"node0": 100},
         },
     )

@@ -40,6 +40,7 @@ class WireEngine:
         refused: Ids of prompts that are refused.
         journal: Directory of the journal.
         die_on_start: The engine does not start.
+        stuck: While this file exists, loading weights does not end.
         versions: File that holds the version of the weights, for an engine that tells it itself.
     """
 
@@ -72,6 +73,8 @@ class WireEngine:
 
     async def load_weights(self, directory: str) -> None:
         """Any are as good."""
+        while self.options.get("stuck") and Path(self.options["stuck"]).exists():
+            await asyncio.sleep(0.05)
         self._note("loaded", directory)
 
     def _note(self, event: str, prompt_id: str) -> None:

@@ -284,6 +284,8 @@ def test_requests_are_read_as_vllm_reads_them() -> None:
         messages=[{"role": "user", "content": "x"}], max_completion_tokens=9, logprobs=True, top_logprobs=3
     )
     assert chat.params(EOS, 100) == Params(max_tokens=9, stop_token_ids=EOS, top_logprobs=3)
+    assert chat.model_copy(update={"max_tokens": 4}).params(EOS, 100).max_tokens == 9  # the newer name first
+    assert chat.model_copy(update={"max_completion_tokens": None}).params(EOS, 100).max_tokens == 100
     with pytest.raises(ValidationError):
         CompletionRequest(prompt="a", top_p=0)
     with pytest.raises(PromptError, match="one of prompt and messages"):

@@ -25,11 +25,13 @@ import ray
 from fake_vllm import MODEL, FakeVllm
 from ray_cluster import options, three_nodes, workers_alive
 from ray_engines import journal
+from s3 import CREDENTIALS, Server, bucket, server, server_process  # noqa: F401
 from typer.testing import CliRunner
 
 from r3 import ShardStore, inspection
 from r3.cli import app
 from r3.errors import ConfigError, EngineError, PromptError, StoreError, WireError
+from r3.fingerprint import model_fingerprint
 from r3.rollout.collector import sample_seed
 from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Sampling
@@ -230,11 +232,12 @@ def test_workers_come_and_go_in_the_middle_of_a_run(tmp_path: Path, notes: Path)
             pool.remove_worker("rollout-0")
 
 
-def test_a_slow_consumer_stops_the_sampling(tmp_path: Path, notes: Path) -> None:
+def test_a_slow_consumer_stops_the_sampling(tmp_path: Path, notes: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Samples of 1 MB, a budget of 12: whatever the consumer does, no more bytes are held than that, and no more are sampled."""
     sampling = Sampling(max_tokens=35_000, seed=1)
     with pool_of(stand_in(notes), tmp_path / "store", sampling=sampling, budget_mb=12, slots=8) as pool:
         run = pool.run(prompts_of(60))
+        assert re.search("budget_mb=12 admits 14 requests at a time of 16", caplog.text)
         held, ahead = [], []
         taken = 0
         for sample in run:
@@ -248,6 +251,126 @@ def test_a_slow_consumer_stops_the_sampling(tmp_path: Path, notes: Path) -> None
         assert 9e6 < max(held) <= 12e6
         assert 12 < max(ahead) * sample.bytes / 1e6 + 8 < 20
         assert run._flow.held == 0 or run._flow.count == 1  # the last one is freed when the next is asked for
+
+
+def test_a_run_that_was_ended_says_so_and_a_consumer_that_is_cancelled_loses_nothing(
+    tmp_path: Path, notes: Path
+) -> None:
+    asked = prompts_of(30)
+    with pool_of(stand_in(notes, delay_s=0.3), tmp_path / "store") as pool:
+        first = pool.run(asked)
+        next(first)  # and the loop is left
+        second = pool.run(asked)
+        with pytest.raises(EngineError, match="another run of this pool was begun"):
+            list(first)
+
+        async def impatient() -> tuple[list[str], int]:
+            names, timeouts = [], 0
+            while True:
+                try:
+                    names.append((await asyncio.wait_for(anext(second), 0.1)).sample_id)
+                except TimeoutError:
+                    timeouts += 1
+                except StopAsyncIteration:
+                    return names, timeouts
+
+        names, timeouts = asyncio.run(asyncio.wait_for(impatient(), 60))
+        assert timeouts > 0
+        assert sorted(names) == sorted(f"p{i}.0" for i in range(30))
+        with pytest.raises(PromptError, match="the id is taken"):
+            pool.run([asked[0], Prompt("p0", 7, "prompt_token_ids", [1, 2])])
+        closed = pool.run(prompts_of(60))
+        closed.close()
+        list(closed)
+        third = pool.run(prompts_of(60)[30:])
+        next(third)
+    with pytest.raises(EngineError, match="its pool was left"):
+        list(third)
+    third.close()
+
+
+def test_new_weights_are_named_in_every_sample_also_by_a_worker_that_starts_again(tmp_path: Path, notes: Path) -> None:
+    weights = tmp_path / "step-2"
+    weights.mkdir()
+    (weights / "config.json").write_text("{}")
+    (weights / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    engine = stand_in(notes, info={"model_fingerprint": "first"})
+    with pool_of(engine, tmp_path / "store", workers=1, weight_version=1) as pool:
+
+        def sampled(count: int) -> set[tuple[int, str]]:
+            samples = [sample for sample in pool.run(prompts_of(count)) if sample.fresh]
+            shards = [pool.store.open(sample.sample_id) for sample in samples]
+            assert [int(s.weight_version[-1]) for s in shards] == [sample.weight_version for sample in samples]
+            return {(int(s.weight_version[-1]), s.provenance.model_fingerprint) for s in shards}
+
+        assert sampled(4) == {(1, "first")}
+        for i in range(4):
+            pool.store.discard(f"p{i}.0")  # consumed
+        pool.update_weights(weights, 2)
+        second = {(2, model_fingerprint(weights))}
+        assert sampled(4) == second
+        (worker,) = workers_alive()
+        os.kill(worker, signal.SIGKILL)
+        assert sampled(8) == second
+        assert (pool.lost, pool.restarts) == ([], 1)
+        assert pool.add_workers(1) == ["rollout-1"]
+        while not all(pool.workers.values()):
+            time.sleep(0.05)
+        assert sampled(24) == second
+        assert pool.lost == []
+    loaded = [(name, pid) for event, name, pid in journal(notes) if event == "loaded"]
+    assert {name for name, _ in loaded} == {str(weights)}
+    assert len({pid for _, pid in loaded}) == 3  # the first, its successor, and the one that came later
+
+
+def test_a_worker_that_does_not_take_new_weights_in_time_is_started_again_with_them(
+    tmp_path: Path, notes: Path
+) -> None:
+    stuck = tmp_path / "stuck"
+    stuck.touch()
+    with pool_of([stand_in(notes), stand_in(notes, stuck=str(stuck))], tmp_path / "store", weight_version=1) as pool:
+        while not all(pool.workers.values()):
+            time.sleep(0.05)
+        pool._start_timeout_s = 0.5  # of the update alone
+        with pytest.raises(EngineError, match="1 of 2 workers did not take the weights") as caught:
+            pool.update_weights(tmp_path, 2)
+        assert "rollout-1" in caught.value.got
+        assert "no answer" in caught.value.got
+        assert {sample.weight_version for sample in pool.run(prompts_of(8))} == {2}
+        stuck.unlink()
+        while not all(pool.workers.values()):
+            time.sleep(0.05)
+        assert {sample.weight_version for sample in pool.run(prompts_of(40)) if sample.fresh} == {2}
+        pool.remove_worker("rollout-0")
+        stuck.touch()
+        with pytest.raises(EngineError, match="1 of 1 workers"):
+            pool.update_weights(tmp_path, 3)
+        stuck.unlink()
+        assert {sample.weight_version for sample in pool.run(prompts_of(48)) if sample.fresh} == {
+            2
+        }  # the old ones stay
+        assert pool.lost == []
+
+
+def test_a_bucket(notes: Path, server: Server, bucket: str) -> None:  # noqa: F811
+    """Workers write to an object store, which refuses one upload, does another and does not say so, and at last denies all."""
+    environment = {name: os.environ[name] for name in (*CREDENTIALS, "AWS_ENDPOINT_URL", "AWS_MAX_ATTEMPTS")}
+    given = options(max_restarts=-1, runtime_env={"env_vars": environment})
+    with pool_of(stand_in(notes), f"{bucket}/run", ray_options=given, tries=2) as pool:
+        pool.engine()
+        server.fault("InternalError", method="PUT", match="p3.0")
+        server.fault("lost", method="PUT", match="p5.0")
+        samples = list(pool.run(prompts_of(12)))
+        assert sorted(sample.key for sample in samples) == sorted(pool.store.key_of(f"p{i}.0") for i in range(12))
+        assert all(sample.key.startswith(f"{bucket}/run/") for sample in samples)
+        assert inspection.verify(f"{bucket}/run").bad == {}
+        pool.store.discard("p4.0")
+        assert sorted(sample.prompt_id for sample in pool.run(prompts_of(14)) if sample.fresh) == ["p12", "p13", "p4"]
+        server.fault("AccessDenied", method="PUT", match="/run/", times=1000)
+        with pytest.raises(StoreError, match="AccessDenied"):
+            list(pool.run(prompts_of(20)))
+        assert pool.lost == []
+    assert len(ShardStore(f"{bucket}/run")) == 14
 
 
 def test_leaving_ends_everything_and_leaves_nothing_half(tmp_path: Path, notes: Path) -> None:
@@ -370,21 +493,17 @@ def test_ctrl_c(cluster: Any, tmp_path: Path, notes: Path) -> None:
 
 
 def test_servers(tmp_path: Path) -> None:
-    """Workers that ask HTTP servers, with a preflight; and a server that goes away in the middle."""
+    """A worker that asks HTTP servers, after a preflight. One worker: each loads transformers to read the model's config."""
     config = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
     (tmp_path / "config.json").write_text(json.dumps({**config, "mlp_only_layers": [0], "decoder_sparse_step": 1}))
-    with FakeVllm(delay_s=0.02) as one, FakeVllm(delay_s=0.02) as two:
-        engines = [Engine.server(server.url, model_path=str(tmp_path)) for server in (one, two)]
-        with pool_of(engines, tmp_path / "store") as pool:
-            run = pool.run(prompts_of(40))
-            samples = [next(run) for _ in range(10)]
-            while len(list(filter(None, pool.workers.values()))) < 2:
-                time.sleep(0.05)
-            samples += list(run)
-            assert len(samples) == 40
+    with FakeVllm() as one, FakeVllm() as two:
+        engine = Engine.server([one.url, two.url], model_path=str(tmp_path))
+        with pool_of(engine, tmp_path / "store", workers=1) as pool:
+            assert len(list(pool.run(prompts_of(40)))) == 40
             with pytest.raises(EngineError, match="cannot be changed from here"):
                 pool.update_weights(tmp_path, 2)
             assert len(list(pool.run(prompts_of(45)))) == 45
+        assert all(len(server.requests) > 10 for server in (one, two))
         assert {body["seed"] for body in (*one.requests, *two.requests) if body["max_tokens"] == 16} == {
             sample_seed(1, f"p{i}.0") for i in range(45)
         }
@@ -413,6 +532,8 @@ def test_the_command_line_and_its_configurations(tmp_path: Path, notes: Path, na
     assert result.exit_code == 0, result.output
     assert f"{10 * n} samples written to {tmp_path / 'store'}" in " ".join(result.output.split())
     assert {int(s.weight_version[-1]) for s in ShardStore(tmp_path / "store")} == {12}
+    if name == "multi-node":
+        return
     again = CliRunner().invoke(app, arguments)
     assert f"0 samples written to {tmp_path / 'store'}, {10 * n} were there" in " ".join(again.output.split())
 

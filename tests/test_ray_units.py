@@ -19,16 +19,21 @@ from aiohttp import web
 from helpers import SPEC
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 
 from r3 import ShardStore
+from r3.cli.collecting import _engine
 from r3.errors import ConfigError, EngineError, PromptError, StoreError
+from r3.rollout.collector import collect
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Completion, Sampling
+from r3.rollout.ray import RolloutPool
 from r3.rollout.ray.dispatch import Task, given_up
 from r3.rollout.ray.engines import Engine, VersionedClient
 from r3.rollout.ray.flow import Flow, bound_of
 from r3.rollout.ray.guard import guarded, start_time
+from r3.rollout.ray.inprocess import InProcessVllm
 from r3.rollout.ray.sharing import probe_in
 from r3.rollout.ray.telemetry import cause_of
 from r3.rollout.ray.worker import _Gate
@@ -226,6 +231,40 @@ def test_custom_engines_that_are_none() -> None:
             asyncio.run(opened(path))
     with pytest.raises(ConfigError, match="does not make an engine"):
         asyncio.run(opened("builtins:repr"))
+
+
+def test_an_id_is_asked_for_once(tmp_path: Path) -> None:
+    twice = [Prompt("p", 0, "prompt", "x"), Prompt("p", 0, "prompt", "y")]
+    with pytest.raises(PromptError, match="the id is taken"):
+        asyncio.run(collect(twice, ShardStore(tmp_path), INFO))
+
+
+def test_a_prompt_that_the_template_refuses_is_not_the_engines_fault() -> None:
+    """Templates raise jinja2's TemplateError where roles do not alternate."""
+
+    class Tokenizer:
+        def apply_chat_template(self, *_: Any, **__: Any) -> Any:
+            raise TemplateError("roles must alternate")
+
+    vllm = InProcessVllm("m", Sampling())
+    vllm._engine = SimpleNamespace(get_tokenizer=Tokenizer)
+    with pytest.raises(PromptError, match="roles must alternate"):
+        asyncio.run(vllm.sample(Prompt("p", 4, "messages", [{"role": "user", "content": "x"}] * 2)))
+    assert vllm._running == 0
+
+
+def test_a_model_of_this_directory_is_found_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert _engine("vllm", [], Path("m"), None, None, {}).target == str(tmp_path / "m")
+    assert _engine("server", ["http://x"], Path("m"), None, None, {}).options["model_path"] == str(tmp_path / "m")
+    assert _engine("vllm", [], Path("org/name"), None, None, {}).target == "org/name"
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0])
+def test_a_straggler_is_slower_than_at_once(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(ConfigError, match="straggler_s"):
+        RolloutPool(Engine.server("http://x"), tmp_path, straggler_s=seconds)
 
 
 def test_causes_are_said_once_and_tagged_with_few_words() -> None:

@@ -134,6 +134,8 @@ def test_an_update_takes_routes_log_probs_and_cache_to_the_new_version(
         assert {each.weight_version for each in committed} == {version}
         samples = [pool.store.open(each.sample_id) for each in committed]
         assert {int(s.weight_version[-1]) for s in samples} == {version}
+        weights = perturbed if version == 2 else tiny_model
+        assert {s.provenance.model_fingerprint for s in samples} == {model_fingerprint(weights)}
         return samples
 
     first, cached = sample("a", 1), sample("b", 1)
@@ -151,7 +153,7 @@ def test_an_update_takes_routes_log_probs_and_cache_to_the_new_version(
     assert {each.weight_version for each in between} == {1, 2}
     assert len(between) == 32
     for version in (1, 2):
-        samples = [pool.store.open(each.sample_id) for each in between if each.weight_version == version]
+        samples = [pool.store.open(each.sample_id) for each in between if each.weight_version == version][:8]
         on_prompt, on_response, difference = mean(judges[version], samples)
         assert (on_prompt > 0.95, on_response > 0.95, difference < 0.05) == (True, True, True)
         assert max(mean(judges[3 - version], samples)[:2]) < 0.7
@@ -165,8 +167,9 @@ def test_an_update_takes_routes_log_probs_and_cache_to_the_new_version(
     ].touch()  # and now as it would be without the reset: back to the first weights, the cache full of the second
     pool.update_weights(tiny_model, 3)
     spoilt = sample("e", 3)
-    assert mean(judges[1], spoilt)[0] < 0.75 < mean(judges[2], spoilt)[0]
-    assert mean(judges[1], spoilt)[1] > 0.9  # and nothing in the responses would have shown it
+    on_prompt, on_response, _ = mean(judges[1], spoilt)
+    assert on_prompt < 0.75 < mean(judges[2], spoilt)[0]
+    assert on_response > 0.9  # and nothing in the responses would have shown it
     paths["no-reset"].unlink()
 
 
@@ -175,7 +178,7 @@ def test_chaos(cluster: Any, pool: RolloutPool, tiny_model: Path, paths: dict[st
     spec = RoutingSpec.from_config(tiny_model)
     facts = {"spec": spec.to_json(), "model": str(tiny_model), "model_fingerprint": model_fingerprint(tiny_model)}
     other = Engine.custom(
-        "ray_engines:open_engine", journal=str(paths["journal"]), info={**facts, "max_model_len": 256}, delay_s=0.8
+        "ray_engines:open_engine", journal=str(paths["journal"]), info={**facts, "max_model_len": 256}, delay_s=0.6
     )
     pool.add_workers(2, engine=other, ray_options=options(max_restarts=-1))
     pool.add_workers(1, engine=other, ray_options=options(1, max_restarts=-1))
@@ -195,12 +198,13 @@ def test_chaos(cluster: Any, pool: RolloutPool, tiny_model: Path, paths: dict[st
                 killed.append(real)
                 kill_with_stopped_engine(real)
                 continue
-            if len(killed) == 3:
+            if len(killed) == 3 and not removed.is_set():
                 node = next(n for n in cluster.worker_nodes if "node1" in (n._ray_params.resources or {}))
                 cluster.remove_node(node, allow_graceful=False)
                 removed.set()
-            killed.append(dice.choice([pid for pid in workers_alive() if pid != real]))
-            os.kill(killed[-1], signal.SIGKILL)
+            if others := [pid for pid in workers_alive() if pid != real]:  # on a busy machine all may be starting
+                killed.append(dice.choice(others))
+                os.kill(killed[-1], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()

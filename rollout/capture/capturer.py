@@ -55,7 +55,8 @@ class RoutingCapturer:
         self._buffer = torch.zeros((max_tokens, spec.num_moe_layers, spec.top_k), dtype=torch.int32, device=self.device)
         self._position = {layer: index for index, layer in enumerate(spec.moe_layers)}
         self._layout: BatchLayout | None = None
-        self._by_layer: tuple[torch.Tensor, ...] = ()
+        self._local = BatchLayout.local(0)
+        self._by_layer = self._buffer[:0].unbind(1)
         self._waiting: set[int] = set()
         self._seen = torch.Size()
         self._stream = _side_stream(self.device)
@@ -79,7 +80,11 @@ class RoutingCapturer:
         Raises:
             CaptureError: more rows than the buffer holds, or a layout of another number of rows.
         """
-        layout = BatchLayout.local(num_rows) if layout is None else layout
+        if layout is None:
+            # Steps of decoding have the same rows again and again: what depends on their number alone is kept.
+            if self._local.num_rows != num_rows:
+                self._local = BatchLayout.local(num_rows)
+            layout = self._local
         if layout.num_rows != num_rows or max(num_rows, layout.kept) > self.max_tokens:
             raise CaptureError(
                 "a step does not fit",
@@ -88,7 +93,8 @@ class RoutingCapturer:
                 remedy="make the capturer with max_tokens of the engine's largest step",
             )
         self._layout = layout
-        self._by_layer = self._buffer[: layout.kept].unbind(1)
+        if len(self._by_layer[0]) != layout.kept:
+            self._by_layer = self._buffer[: layout.kept].unbind(1)
         self._waiting = set(self._position)
         self._seen = torch.Size((layout.seen, self.spec.top_k))
 

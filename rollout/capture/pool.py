@@ -63,6 +63,8 @@ class RoutePool:
         # The bits of uint16 in int16, whose indexing every device has.
         dtype = torch.uint8 if spec.dtype.itemsize == 1 else torch.int16
         self._rows = torch.zeros((slots + 1, spec.num_moe_layers, spec.top_k), dtype=dtype, device=self.device)
+        # The same memory: a step's few rows cost less in numpy than in torch.
+        self._host = self._rows.numpy() if self.device.type == "cpu" else None
         self._generation = np.zeros(slots + 1, np.int64)  # odd while allocated
         self._layers = np.zeros(slots + 1, np.int16)  # layers written, from the first on; all of them is a record
         self.misdirected = self.late = self.misaligned = 0
@@ -144,10 +146,10 @@ class RoutePool:
         """
         index, rows = self._aligned(slots, rows, (self.spec.num_moe_layers, self.spec.top_k))
         index = self._directed(index, generations)
-        self._rows.index_copy_(0, torch.from_numpy(index).to(self.device), rows)
-        kept = index[index > 0]
-        self._layers[kept] = self.spec.num_moe_layers
-        return len(kept)
+        self._write(index, rows)
+        self._layers[index] = self.spec.num_moe_layers
+        self._layers[0] = 0
+        return int(np.count_nonzero(index))
 
     def store_layer(
         self, layer: int, slots: Slots, rows: torch.Tensor | npt.NDArray[Any], generations: Slots | None = None
@@ -177,8 +179,7 @@ class RoutePool:
                     expected=f"{position} layers stored before it",
                     got=int(self._layers[slot]),
                 )
-        where = torch.from_numpy(index).to(self.device)
-        self._rows[:, position].index_copy_(0, where, rows)
+        self._write(index, rows, position)
         self._layers[kept] = position + 1
 
     def commit(self, step: StepRoutes | PendingRoutes | HostRoutes | None) -> int:
@@ -280,7 +281,7 @@ class RoutePool:
 
     def _aligned(
         self, slots: Slots, rows: torch.Tensor | npt.NDArray[Any], tail: tuple[int, ...]
-    ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any] | torch.Tensor]:
         index = self._index(slots)
         if tuple(rows.shape) != (len(index), *tail):
             self.misaligned += int(rows.shape[0]) if len(rows.shape) else 1
@@ -290,6 +291,8 @@ class RoutePool:
                 got=list(rows.shape),
                 remedy="select this rank's rows (BatchLayout) and cut padding before they are stored",
             )
+        if isinstance(rows, np.ndarray) and rows.dtype == self.spec.dtype and self._host is not None:
+            return index, rows.view(self._host.dtype)
         ids = torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows
         if ids.dtype == torch.uint16 and self._rows.dtype == torch.int16:
             ids = ids.view(torch.int16)
@@ -303,15 +306,31 @@ class RoutePool:
                     got=f"{ids.dtype}" + ("" if ids.is_floating_point() else f" in {int(ids.min())}..{int(ids.max())}"),
                 )
             ids = ids.to(self._rows.dtype)
-        return index, ids.to(self.device)
+        return index, ids.to(self.device) if self._host is None else ids.numpy()
 
     def _directed(self, index: npt.NDArray[np.int64], generations: Slots | None) -> npt.NDArray[np.int64]:
         """Where rows go: padding and late rows to row 0, both counted."""
-        self.misdirected += int((index == 0).sum())
-        if generations is None:
-            used = (self._generation[index] % 2 == 1) | (index == 0)
-            self._require(used, index, "a row is stored in a slot that is not in use", "allocate the slot first")
+        held = self._generation[index]
+        tags = None if generations is None else self._vector(generations, len(index))
+        fine = held & 1 if tags is None else (held == tags) & (index > 0)
+        if np.count_nonzero(fine) == len(index):
+            return index  # no padding among them: row 0 is in no generation that is in use
+        self.misdirected += len(index) - int(np.count_nonzero(index))
+        if tags is None:
+            self._require(
+                (fine == 1) | (index == 0),
+                index,
+                "a row is stored in a slot that is not in use",
+                "allocate the slot first",
+            )
             return index
-        late = (self._generation[index] != self._vector(generations, len(index))) & (index > 0)
-        self.late += int(late.sum())
+        late = (held != tags) & (index > 0)
+        self.late += int(np.count_nonzero(late))
         return np.where(late, 0, index)
+
+    def _write(self, index: npt.NDArray[np.int64], rows: Any, position: int | slice = slice(None)) -> None:
+        """Rows of `_aligned` to where `_directed` says, of all layers or of one."""
+        if self._host is not None:
+            self._host[index, position] = rows
+        else:
+            self._rows[:, position].index_copy_(0, torch.from_numpy(index).to(self.device), rows)

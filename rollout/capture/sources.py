@@ -109,7 +109,7 @@ class TransformersSource:
 
     def _report(self, ids: torch.Tensor) -> None:
         if self.capture_fn is not None:
-            self.capture_fn(ids.reshape(-1, ids.shape[-1]))
+            self.capture_fn(ids if ids.dim() == 2 else ids.reshape(-1, ids.shape[-1]))
 
 
 WAYS = ("output", "argument", "selection")

@@ -70,15 +70,15 @@ class Request(BaseModel):
             self.temperature,
             self.top_p,
             max(0, self.top_k),
-            self.max_tokens or max(1, self.default_tokens(room)),
+            self.limit(room),
             self.seed,
             {"stop": self.stop, "stop_token_ids": self.stop_token_ids, "ignore_eos": self.ignore_eos},
         )
         return Params.of(sampling, eos, top_logprobs=self.alternatives() or 0)
 
-    def default_tokens(self, room: int) -> int:
-        """max_tokens of a request that says nothing."""
-        return room
+    def limit(self, room: int) -> int:
+        """The most tokens to sample; `room` for a request that says nothing."""
+        return self.max_tokens or max(1, room)
 
 
 class CompletionRequest(Request):
@@ -106,8 +106,8 @@ class CompletionRequest(Request):
     def alternatives(self) -> int | None:
         return self.logprobs
 
-    def default_tokens(self, room: int) -> int:
-        return min(16, room)  # OpenAI's default on this route
+    def limit(self, room: int) -> int:
+        return super().limit(min(16, room))  # OpenAI's default on this route
 
 
 class ChatRequest(Request):
@@ -124,8 +124,8 @@ class ChatRequest(Request):
     def alternatives(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
-    def default_tokens(self, room: int) -> int:
-        return self.max_completion_tokens or room
+    def limit(self, room: int) -> int:
+        return self.max_completion_tokens or super().limit(room)  # the newer name first, as vLLM
 
 
 class TokenizeRequest(BaseModel):

@@ -27,7 +27,7 @@ import torch
 import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from r3.errors import ConfigError, EngineError, PromptError
+from r3.errors import ConfigError, EngineError, PromptError, first_line
 from r3.fingerprint import model_fingerprint
 from r3.rollout.cb.loading import load, refuse
 from r3.rollout.cb.loop import Loop
@@ -92,35 +92,43 @@ class TransformersEngine(Loop):
         require_known()
         live, path = load(model, dtype, device)
         refuse(live, dict(options or {}))
+        for what, size in (("block_size", block_size), ("max_batch_tokens", max_batch_tokens)):
+            if size < 1:
+                raise ConfigError(f"{what} is out of range", where="engine", expected="at least 1", got=size)
         self.text = Text.of(tokenizer, path)
         self.sampling = sampling or Sampling()
         self.weight_version = weight_version
         if num_blocks is None and live.device.type == "cpu":
             num_blocks = 1024  # transformers would take nine tenths of the machine's memory
-        config = ContinuousBatchingConfig(
-            **{
-                "block_size": block_size,
-                "num_blocks": num_blocks,
-                "max_batch_tokens": max_batch_tokens,
-                "allow_block_sharing": prefix_sharing,
-                "use_cuda_graph": False,
-                "use_async_batching": False,
-                "max_blocks_per_request": 0,
-                "return_logprobs": True,
-                "seed": 0,
-                **(options or {}),
-            }
-        )
+        try:
+            config = ContinuousBatchingConfig(
+                **{
+                    "block_size": block_size,
+                    "num_blocks": num_blocks,
+                    "max_batch_tokens": max_batch_tokens,
+                    "allow_block_sharing": prefix_sharing,
+                    "use_cuda_graph": False,
+                    "use_async_batching": False,
+                    "max_blocks_per_request": 0,
+                    "return_logprobs": True,
+                    "seed": 0,
+                    **(options or {}),
+                }
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"transformers refuses these options ({first_line(error)})", where="options") from None
         routing = spec or RoutingSpec.from_config(live.config)
         super().__init__(path or type(live).__name__, live, routing, config, capture=capture)
-        self._path = path
+        # The directory that the weights are those of; a live model's may have been trained since it was loaded.
+        known = path is not None and not isinstance(model, torch.nn.Module) and Path(path).is_dir()
+        self._weights = path if known else None
+        self._torn = False
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
 
     @property
     def info(self) -> EngineInfo:
         """What a preflight of a server finds out."""
-        directory = self._path is not None and Path(self._path).is_dir()
         return EngineInfo(
             urls=(),
             spec=self.spec,
@@ -128,7 +136,8 @@ class TransformersEngine(Loop):
             engine=ENGINE,
             engine_version=transformers.__version__,
             model_root=self.name,
-            model_fingerprint=model_fingerprint(self._path) if directory and self._path is not None else "",
+            model_fingerprint=model_fingerprint(self._weights) if self._weights is not None else "",
+            weight_version=self.weight_version,
             max_model_len=getattr(self, "max_model_len", None),
             logprobs_mode=LOGPROBS_MODE,
         )
@@ -151,6 +160,7 @@ class TransformersEngine(Loop):
             None if output.rows is None else self.hidden_layers(output.rows),
             output.finish_reason,
             self.name,
+            output.weight_version,
         )
 
     async def generate(
@@ -170,6 +180,12 @@ class TransformersEngine(Loop):
         self._check(tokens, params, where)
         with self._lock:
             manager = self._running()
+            if self._torn:
+                raise EngineError(
+                    "the weights are changed in part: an update of them failed",
+                    where=self.name,
+                    remedy="call update_weights with all of them",
+                )
             seed = self._seeds.getrandbits(63) if seed is None else seed
             run = Run(
                 request_id=f"r3-{next(self._ids)}",
@@ -215,16 +231,21 @@ class TransformersEngine(Loop):
     ) -> None:
         """Put other weights in, between two steps of the engine, and forget what the old ones cached.
 
+        If `load` fails, nothing is sampled until an update succeeds: nobody knows which of the weights are new.
+
         Args:
             load: Named tensors for `load_state_dict`, or a function that changes the model.
             version: Stamped on what is sampled from now on.
 
         Raises:
             EngineError: requests are under way. A sample is of one version: let them finish first.
+            Exception: what `load` raised.
         """
 
-        def change() -> None:
+        def change() -> bool:
             with self._lock, torch.no_grad():  # no request comes in between the weights and their number
+                if self._runs and all(run.future.cancelled() for run in self._runs.values()):
+                    return False  # they go with the next step
                 if self._runs:
                     raise EngineError(
                         "weights cannot change under requests that are being sampled",
@@ -233,14 +254,17 @@ class TransformersEngine(Loop):
                         got=f"{len(self._runs)} requests",
                         remedy="wait for them (or cancel them), then update",
                     )
+                self._forget()
+                self._weights, self._torn = None, True
                 if isinstance(load, Mapping):
                     self.model.load_state_dict(load)
                 else:
                     load(self.model)
-                self._forget()
-                self.weight_version = version
+                self.weight_version, self._torn = version, False
+                return True
 
-        self.between_two_steps(change)
+        while not self.between_two_steps(change):
+            pass
 
     def flush(self) -> None:
         """Forget every cached block that no request uses. For weights that were changed in place by others."""
@@ -266,6 +290,8 @@ class TransformersEngine(Loop):
                 got=f"{len(tokens)} + {params.max_tokens} = {len(tokens) + params.max_tokens}",
                 remedy="shorten the prompt, lower max_tokens, or make the engine with more num_blocks",
             )
+        if params.max_tokens < 1:
+            raise ConfigError("no token is asked for", where=where, expected="max_tokens >= 1", got=params.max_tokens)
         if params.stop and not self.text:
             raise ConfigError(
                 "stop strings need a tokenizer",

@@ -8,12 +8,11 @@ L MoE layers, K top-k.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from r3.errors import EngineError
 from r3.rollout.capture import PendingRoutes, RoutePool, RoutingCapturer, bind
-from r3.rollout.cb.hooks import FIRST_SLOT, Tags
+from r3.rollout.cb.hooks import Tags
 from r3.rollout.cb.requests import Rows, Run
 from r3.spec import RoutingSpec
 
@@ -77,13 +76,9 @@ class RowKeeper:
     def allocated(self, slots: Tags) -> Tags:
         # A block keeps its rows while it is kept for sharing, and loses them when it is handed out again, here.
         assert self._pool is not None
-        used = slots[self._pool.tags(slots) % 2 == 1]
-        if len(used):
-            self._pool.free(used)
-        return self._pool.allocate(slots)
+        return self._pool.allocate(slots, reused=True)
 
     def forget(self) -> None:
         """Every slot loses its rows."""
         if self._pool is not None:
-            every = np.arange(FIRST_SLOT, FIRST_SLOT + self._pool.num_slots)
-            self._pool.free(every[self._pool.tags(every) % 2 == 1])
+            self._pool.flush()

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from r3.errors import ConfigError, EngineError, first_line
 
@@ -21,22 +23,36 @@ def load(
     """A model and where it came from, None if that is not known.
 
     Raises:
-        EngineError: transformers cannot load it.
+        EngineError: transformers cannot load it, it is not whole, or the device is not there.
     """
     if isinstance(model, torch.nn.Module):
         live: Any = model if device is None else model.to(device)
         path = str(getattr(live.config, "_name_or_path", "")) or None
         return live, path
     name = os.fspath(model)
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigError("not a dtype", where="dtype", expected="auto, bfloat16, float16 or float32", got=dtype)
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
+        loaded, keys = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, SafetensorError) as error:
         raise EngineError(
             f"transformers cannot load this model ({first_line(error)})",
             where=name,
             remedy="give a directory with config.json and weights, or a model id of the hub",
         ) from None
-    return loaded.eval() if device is None else loaded.to(device).eval(), name
+    # transformers draws weights that the checkpoint lacks at random and goes on: another model in each process.
+    drawn = sorted(map(str, [*keys["missing_keys"], *keys["mismatched_keys"]]))
+    if drawn:
+        raise EngineError(
+            f"the checkpoint has not all weights of this model: {len(drawn)} are absent or of another shape",
+            where=name,
+            got=", ".join(drawn[:3]) + (", ..." if len(drawn) > 3 else ""),
+            remedy="complete the checkpoint, or mend its config.json",
+        )
+    try:
+        return loaded.eval() if device is None else loaded.to(device).eval(), name
+    except (AssertionError, RuntimeError) as error:  # torch without CUDA asserts, a device that is not there raises
+        raise EngineError(f"the model cannot be put there ({first_line(error)})", where=str(device)) from None
 
 
 def refuse(model: Any, options: dict[str, Any]) -> None:
@@ -51,6 +67,7 @@ def refuse(model: Any, options: dict[str, Any]) -> None:
         (options.get("cpu_offload_space", 0.0) != 0.0, "offloading of the cache to the host", "it moves tokens to other slots, "
          "and needs pinned memory, so that it was not proved"),
         (options.get("scheduler_type", "fifo") != "fifo", "another scheduler", "r3 follows the FIFO scheduler"),
+        (options.get("max_queue_size"), "a bounded queue", "whoever submits would wait for the engine, and it for them"),
         (not options.get("return_logprobs", True), "return_logprobs off", "a rollout without log-probs cannot be trained on"),
         (getattr(model, "_device_mesh", None) is not None, "tensor parallelism", "this engine captures in one process"),
         (torch.cuda.is_available() and getattr(model.config, "compile_config", None) is not None, "torch.compile",
@@ -63,6 +80,44 @@ def refuse(model: Any, options: dict[str, Any]) -> None:
                 where=type(model).__name__,
                 got=why,
                 remedy="leave it out, or sample with vLLM (r3 serve MODEL)",
+            )
+
+
+class Borrowed:
+    """A model that an engine has: its attention is paged and it is in evaluation mode, until `give_back`.
+
+    In between a forward of anybody else is refused: paged attention outside of the engine runs, without a causal mask.
+
+    Raises:
+        EngineError: another engine has it.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._attention = str(model.config._attn_implementation)
+        if self._attention.startswith("paged|"):
+            raise EngineError(
+                "this model's attention is paged already: another engine runs it",
+                where=name,
+                remedy="close the other engine first, or give this one a model of its own",
+            )
+        self._model, self._name = model, name
+        self._training = [module for module in model.modules() if module.training]
+        self._guard = model.base_model.register_forward_pre_hook(self._refuse_others, with_kwargs=True)
+
+    def give_back(self) -> None:
+        """Leave the model as it was."""
+        self._guard.remove()
+        if self._model.config._attn_implementation != self._attention:
+            self._model.set_attn_implementation(self._attention)
+        for module in self._training:
+            module.training = True
+
+    def _refuse_others(self, _module: torch.nn.Module, _arguments: Any, keywords: dict[str, Any]) -> None:
+        if not isinstance(keywords.get("cache"), PagedAttentionCache):
+            raise EngineError(
+                "a forward of a model that an engine has: its attention is paged, and would see what comes later",
+                where=self._name,
+                remedy="close the engine (or leave its `with`) before the model is trained or scored, start it again after",
             )
 
 

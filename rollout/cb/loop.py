@@ -11,7 +11,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import InvalidStateError as _Settled
 from contextlib import suppress
 from types import TracebackType
@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from r3.errors import EngineError, R3Error, first_line
 from r3.rollout.cb.hooks import RoutedManager, Tags
 from r3.rollout.cb.keeping import RowKeeper
-from r3.rollout.cb.loading import longest
+from r3.rollout.cb.loading import Borrowed, longest
 from r3.rollout.cb.requests import Output, Run
 from r3.spec import RoutingSpec
 
@@ -57,6 +57,7 @@ class Loop:
         self._lock = threading.Lock()
         self._manager: RoutedManager | None = None
         self._keeper: RowKeeper | None = None
+        self._borrowed: Borrowed | None = None
         self._error: Exception | None = None
         self._entered = False
         self.evictions = 0
@@ -88,15 +89,15 @@ class Loop:
         """Make the cache, bind the routers, begin the loop."""
         if self._manager is not None:
             raise EngineError("the engine runs already", where=self.name)
-        self._error = None
-        manager = RoutedManager(
-            listener=self,
-            capture=self.capture,
-            model=self.model,
-            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
-            continuous_batching_config=self._config,
-        )
+        borrowed = Borrowed(self.model, self.name)
         try:
+            manager = RoutedManager(
+                listener=self,
+                capture=self.capture,
+                model=self.model,
+                generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
+                continuous_batching_config=self._config,
+            )
             processor = manager._create_batch_processor()
             manager.batch_processor = processor
             cache = processor.cache
@@ -106,22 +107,28 @@ class Loop:
                 slots = int(cache.num_pages) if self.prefix_sharing else 0
                 self._keeper = RowKeeper(self.model, self.spec, max_tokens=cache.max_batch_tokens, slots=slots)
         except BaseException:
-            _give_back(manager)
+            borrowed.give_back()
             raise
-        self._manager = manager
+        # A command that the loop of before did not come to was reported as failed: it must not run now.
+        self._error, self._commands = None, queue.SimpleQueue()
+        self._borrowed, self._manager = borrowed, manager
         manager.start()
 
     def close(self) -> None:
         """End the loop; requests that are under way fail. The model is as it was."""
-        manager, self._manager = self._manager, None
+        with self._lock:  # whoever submits has put the request where it is failed below, or finds no manager
+            manager, self._manager = self._manager, None
         if manager is None:
             return
         manager.stop(block=True, hard_stop=True)
         manager.destroy()
-        self._fail(EngineError("the engine was closed before this request ended", where=self.name))
+        self._fail(self._failure(""))
         if self._keeper is not None:
             self._keeper.close()
         self._keeper = None
+        if self._borrowed is not None:
+            self._borrowed.give_back()
+        self._borrowed = None
 
     @property
     def counters(self) -> dict[str, int]:
@@ -153,10 +160,9 @@ class Loop:
             manager = self._running()
             self._commands.put(run)
         manager.wake()
-        while True:
-            with suppress(TimeoutError):
-                return done.result(timeout=1.0)
+        while not wait([done], timeout=1.0).done:
             self._running()  # a loop that died takes no commands
+        return done.result()
 
     def _forget(self) -> None:
         assert self._manager is not None
@@ -207,7 +213,8 @@ class Loop:
             _settle(run.future, result)
 
     def died(self, error: Exception) -> None:
-        self._error = error
+        with self._lock:  # as in `close`
+            self._error = error
         self._fail(self._failure(first_line(error)))
 
     # Details
@@ -219,6 +226,8 @@ class Loop:
     def _failure(self, said: str) -> R3Error:
         if isinstance(self._error, R3Error):
             return self._error
+        if self._error is None and self._manager is None:
+            return EngineError("the engine was closed before this request ended", where=self.name)
         return EngineError(
             f"the engine failed: {said}",
             where=self.name,
@@ -246,9 +255,3 @@ def _settle(future: Future[Any], result: Output | R3Error) -> None:
             future.set_exception(result)
         else:
             future.set_result(result)
-
-
-def _give_back(manager: RoutedManager) -> None:
-    if manager._original_attn_impl is not None:
-        manager.model.set_attn_implementation(manager._original_attn_impl)
-    manager.destroy()

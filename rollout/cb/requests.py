@@ -13,6 +13,7 @@ P prompt tokens, G sampled tokens, L MoE layers, K top-k.
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -26,6 +27,8 @@ from r3.errors import EngineError
 from r3.rollout.cb.params import Params
 
 Rows = npt.NDArray[Any]
+
+MAX_PIECES = 64  # steps whose rows, all requests' of each, a request may keep in memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +81,14 @@ class Run:
     recorded: int = 0
     shared: int = 0
     recomputed: int = 0
-    _rows: Rows | None = None
+    _pieces: list[Rows] = field(default_factory=list)
 
     def place(self, first: int, rows: Rows) -> None:
         """Keep the rows of the tokens from position `first` on; those that are there already are only counted.
+
+        Args:
+            first: Position of the first row.
+            rows: [n, L, K] of a snapshot, to which nobody writes: it is kept, not copied.
 
         Raises:
             EngineError: they do not join on to what is there.
@@ -95,17 +102,15 @@ class Run:
                 remedy="this is a defect of r3 or of an engine that was changed: turn prefix sharing off, and report it",
             )
         known = min(self.recorded - first, len(rows))
-        self.recomputed += known
-        fresh = rows[known:]
-        end = self.recorded + len(fresh)
-        if self._rows is None or end > len(self._rows):
-            assert self.row_shape is not None
-            grown = np.empty((max(end, 2 * self.recorded, len(self.prompt) + 32), *self.row_shape), self.row_dtype)
-            if self._rows is not None:
-                grown[: self.recorded] = self._rows[: self.recorded]
-            self._rows = grown
-        self._rows[self.recorded : end] = fresh
-        self.recorded = end
+        if known:
+            self.recomputed += known
+            rows = rows[known:]
+        if len(rows):
+            # Joined later, many at a time: copying each step's row for each request would cost more than all else here.
+            self._pieces.append(rows)
+            self.recorded += len(rows)
+            if len(self._pieces) > MAX_PIECES:
+                self._pieces = [np.concatenate(self._pieces)]
 
     def share(self, rows: Rows) -> None:
         """Keep the rows of a prefix that others computed; a request that was preempted may have them already."""
@@ -132,12 +137,21 @@ class Run:
         """What it came to.
 
         Raises:
-            EngineError: its tokens and its rows do not fit each other.
+            EngineError: its tokens and its rows do not fit each other, or a log-prob is not a number.
         """
+        if not all(map(math.isfinite, self.logprobs)):
+            position = next(i for i, each in enumerate(self.logprobs) if not math.isfinite(each))
+            raise EngineError(
+                "a sampled token has no finite log-prob",
+                where=f"request {self.request_id}, sampled token {position}",
+                expected="finite logits",
+                got=self.logprobs[position],
+                remedy="look for NaN in the weights; another dtype if the model overflows in this one",
+            )
         rows = None
         if self.row_shape is not None:
             expected = len(self.prompt) + len(self.tokens) - 1
-            if self.recorded != expected or self._rows is None:
+            if self.recorded != expected or not self._pieces:
                 raise EngineError(
                     "a finished request has not as many route rows as tokens",
                     where=f"request {self.request_id}",
@@ -145,7 +159,7 @@ class Run:
                     got=self.recorded,
                     remedy="this is a defect of r3 or of an engine that was changed: report it",
                 )
-            rows = self._rows[:expected].copy()
+            rows = np.concatenate(self._pieces, dtype=self.row_dtype)
         return Output(
             self.prompt,
             self.tokens,

@@ -64,7 +64,9 @@ def draw(logits: torch.Tensor, params: Sequence[Params], generators: Sequence[to
 
 def warped(logits: torch.Tensor, params: Sequence[Params]) -> torch.Tensor:
     """[n, V] logits over the temperature, -inf outside of top-k and top-p. Ties with the k-th largest are kept."""
-    logits = logits / logits.new_tensor([each.temperature for each in params])[:, None]
+    # From the largest down, so that a temperature near 0 gives 0 and -inf, and not inf for every token that is likely.
+    temperatures = logits.new_tensor([each.temperature for each in params]).clamp_min(1e-30)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]
     width = logits.shape[-1]
     if any(0 < each.top_k < width for each in params):
         ks = torch.tensor([min(each.top_k, width) if each.top_k else width for each in params], device=logits.device)

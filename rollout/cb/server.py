@@ -22,7 +22,7 @@ import uvicorn
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 
-from r3.errors import ConfigError, EngineError, PromptError, R3Error
+from r3.errors import ConfigError, PromptError, R3Error
 from r3.rollout.cb.api import ChatRequest, CompletionRequest, Request, TokenizeRequest, error, response
 from r3.rollout.cb.engine import ENGINE, TransformersEngine
 from r3.rollout.cb.requests import Output
@@ -179,6 +179,6 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except EngineError as failure:
+    except R3Error as failure:
         print(f"r3: {failure}", file=sys.stderr)
         sys.exit(1)

@@ -50,7 +50,7 @@ class Text:
         """Token ids of a prompt.
 
         Raises:
-            PromptError: text or chat without a tokenizer, or a chat that the template refuses.
+            PromptError: text or chat without a tokenizer, text that it refuses, or a chat that the template refuses.
         """
         if prompt.kind == "prompt_token_ids":
             return list(prompt.payload)
@@ -62,17 +62,21 @@ class Text:
                 got=prompt.kind,
                 remedy="give the engine a tokenizer, or prompts as token ids",
             )
-        if prompt.kind == "prompt":
-            return list(self.tokenizer(prompt.payload)["input_ids"])
         try:
+            if prompt.kind == "prompt":
+                return list(self.tokenizer(prompt.payload)["input_ids"])
             ids = self.tokenizer.apply_chat_template(
                 prompt.payload, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except Exception as error:  # a template is foreign code (Jinja): it fails in ways of its own
+        except Exception as error:  # tokenizers and templates (Jinja) are foreign code: they fail in ways of their own
+            text = prompt.kind == "prompt"
             raise PromptError(
-                f"the model's chat template refuses these messages ({first_line(error) or type(error).__name__})",
+                f"the model's {'tokenizer refuses this text' if text else 'chat template refuses these messages'} "
+                f"({first_line(error) or type(error).__name__})",
                 where=prompt.where,
-                remedy="write the messages as the model's template takes them",
+                remedy="unpaired surrogates are no text"
+                if text
+                else "write the messages as the model's template takes them",
             ) from None
         return list(ids)
 

@@ -34,7 +34,7 @@ from r3.rollout.ray.results import Committed, EngineLost, Outcome, StaleWeights,
 from r3.rollout.ray.telemetry import PoolMetrics
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Task:
     """One sample that is to be made. `at` are the members that are at it now; `guilty` if one died that was at nothing else."""
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import aiohttp
 
 from r3.errors import ConfigError, EngineError
-from r3.rollout.client import VllmClient
+from r3.rollout.client import VllmClient, keep_freed_memory
 from r3.rollout.preflight import EngineInfo, preflight
 from r3.rollout.protocol import Sampler, Sampling
 
@@ -112,6 +112,7 @@ class Engine:
         given = dict(self.options)
         url, timeout_s = given.pop("weight_version_url"), given.pop("timeout_s")
         info = await preflight(**given)
+        keep_freed_memory()
         client = VllmClient(info.urls, info.model, sampling, timeout_s=timeout_s, api_key=given["api_key"])
         await stack.enter_async_context(client)
         return client if url is None else VersionedClient(client, url), info

@@ -8,6 +8,8 @@ sample it is freed."""
 
 from __future__ import annotations
 
+import logging
+
 import orjson
 
 from r3.rollout.preflight import EngineInfo
@@ -18,6 +20,8 @@ _PER_TOKEN = 8 + 4 + 1 + 1 + 4  # token id, log-prob, loss mask, recorded, weigh
 _PER_SHARD = 16 * 1024  # header and metadata
 _TEMPLATE = 1024  # tokens that a chat template may add
 
+log = logging.getLogger("r3.rollout.ray")
+
 
 class Flow:
     """Reserved and unconsumed bytes against a budget. A sample larger than the whole budget passes alone, so nothing
@@ -25,6 +29,16 @@ class Flow:
 
     def __init__(self, budget: int) -> None:
         self.budget, self.held, self.count = budget, 0, 0
+
+    def warn_if_narrow(self, size: int, wanted: int) -> None:
+        """Of a budget that leaves workers idle, which nothing else would show: `wanted` samples of `size` could be in flight."""
+        admitted = max(1, self.budget // size)
+        if admitted < wanted:
+            log.warning(
+                "budget_mb=%g admits %d requests at a time of %d that the workers have slots for, as one may have %.1f MB; "
+                "%d would keep them busy",
+                *(self.budget / 1e6, admitted, wanted, size / 1e6, -(-size * wanted // 10**6)),
+            )
 
     def admits(self, size: int) -> bool:
         return self.count == 0 or self.held + size <= self.budget

@@ -129,6 +129,7 @@ class InProcessVllm:
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
+        given = self._input(prompt)
         self._asked += 1
         self._running += 1
         final = None
@@ -136,7 +137,7 @@ class InProcessVllm:
             params = SamplingParams(
                 **self.sampling.body(seed), n=1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
             )
-            async for output in self._engine.generate(self._input(prompt), params, f"r3-{self._asked}"):
+            async for output in self._engine.generate(given, params, f"r3-{self._asked}"):
                 final = output
         except (VLLMClientError, ValueError, TypeError) as error:
             raise PromptError(
@@ -158,10 +159,17 @@ class InProcessVllm:
         if prompt.kind == "prompt_token_ids":
             return {"prompt_token_ids": prompt.payload}
         tokenizer = self._engine.get_tokenizer()
-        if prompt.kind == "messages":
-            ids = tokenizer.apply_chat_template(prompt.payload, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = tokenizer.encode(prompt.payload)
+        try:
+            if prompt.kind == "messages":
+                ids = tokenizer.apply_chat_template(prompt.payload, add_generation_prompt=True, return_dict=False)
+            else:
+                ids = tokenizer.encode(prompt.payload)
+        except Exception as error:  # a template raises what it likes, and it is never the engine's fault
+            raise PromptError(
+                f"the tokenizer refuses this prompt ({type(error).__name__}: {first_line(error)})",
+                where=prompt.where,
+                remedy="correct its messages (roles, their order), or skip such prompts",
+            ) from None
         return {"prompt_token_ids": list(ids)}
 
     @property

@@ -33,6 +33,7 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -40,14 +41,15 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from r3.errors import ConfigError, EngineError, PromptError, R3Error, StoreError
+from r3.fingerprint import model_fingerprint
 from r3.rollout.preflight import EngineInfo
-from r3.rollout.prompts import Prompt
+from r3.rollout.prompts import Prompt, require_distinct
 from r3.rollout.protocol import Sampling
 from r3.rollout.ray.crew import Crew, Lost, Member
 from r3.rollout.ray.dispatch import Dispatch, Task
 from r3.rollout.ray.engines import Engine
 from r3.rollout.ray.flow import Flow, bound_of
-from r3.rollout.ray.results import Committed
+from r3.rollout.ray.results import Committed, EngineLost
 from r3.rollout.ray.run import Run
 from r3.rollout.ray.sharing import probe_in
 from r3.rollout.ray.telemetry import pool_metrics
@@ -75,7 +77,8 @@ class RolloutPool:
         budget_mb: Megabytes (10^6) of shards in flight or not yet consumed.
         tries: How often a sample is asked for before it is given up.
         straggler_s: Ask a second worker after so many seconds; None never.
-        start_timeout_s: For one start of a worker, with the wait for its resources.
+        start_timeout_s: For one start of a worker, with the wait for its resources; and for one update of its weights, with
+            the wait for its requests in flight.
         ray_options: Of each actor, as `ray.remote` takes them (num_cpus, num_gpus, resources, scheduling_strategy,
             runtime_env, ...). `max_restarts` is -1 and `num_cpus` 1 unless given.
         address: Of the Ray cluster, if this process is not connected: as `ray.init` takes it; "local" starts one.
@@ -110,6 +113,8 @@ class RolloutPool:
         for what, value in numbers.items():
             if value < (0 if what == "workers" else 1):
                 raise ConfigError(f"{what} is out of range", where="RolloutPool", expected="at least 1", got=value)
+        if straggler_s is not None and not straggler_s > 0:
+            raise ConfigError("straggler_s is out of range", where="RolloutPool", expected="above 0", got=straggler_s)
         self._engines = [engine] if isinstance(engine, Engine) else list(engine)
         self.store_at = os.fspath(store) if files.is_url(store) else str(files.local_path(store).absolute())
         self.sampling, self.weight_version = sampling or Sampling(), weight_version
@@ -120,6 +125,7 @@ class RolloutPool:
         self._settings = {"weight_version": weight_version, "writes": writes, "fsync": fsync}
         self._stack = ExitStack()
         self._made = 0
+        self._fingerprint: str | None = None  # of the weights of the last update
         self._updating = False
         self._dispatch: Dispatch | None = None
         self._loop = asyncio.new_event_loop()
@@ -149,19 +155,21 @@ class RolloutPool:
         self._stack.close()
 
     def run(self, prompts: Sequence[Prompt], n: int = 1) -> Run:
-        """Fill the store with n samples of every prompt; ends the run before it, if that is not ended.
+        """Fill the store with n samples of every prompt; ends the run before it, which raises if it is asked for more.
 
         Returns:
             An iterator, also asynchronous, of Committed.
 
         Raises:
+            PromptError: two prompts have one id, or an id is too long.
             StoreError: the store holds samples that may not be mixed with these.
             EngineError: no worker comes up.
         """
         if n < 1:
             raise ConfigError("nothing to do", expected="n of at least 1", got=n)
         if self._dispatch is not None:
-            self._on_loop(self._end_run(self._dispatch))
+            self._on_loop(self._end_run(self._dispatch, _ended("another run of this pool was begun")))
+        require_distinct(prompts)
         info = self.engine()
         there = set(self.store.sample_ids())
         tasks, present = [], []
@@ -177,6 +185,8 @@ class RolloutPool:
         for prompt, sample_id in present[:: max(1, len(present) // _COMPARED)]:
             self._recorder(info, sample_id).require_alike(prompt, sample_id)
         flow = Flow(self._budget)
+        slots = sum(member.slots for member in list(self._crew.members.values()))
+        flow.warn_if_narrow(max((task.bytes for task in tasks), default=1), min(slots, len(tasks)))
         self._dispatch = dispatch = Dispatch(
             tasks,
             self._crew,
@@ -190,7 +200,7 @@ class RolloutPool:
         dispatch.counts.asked, dispatch.counts.present = len(prompts) * n, len(present)
         found = [Committed(sample_id, p.prompt_id, self.store.key_of(sample_id)) for p, sample_id in present]
         self._loop.call_soon_threadsafe(dispatch.pump)
-        return Run(dispatch, found, flow, self._loop, lambda: self._on_loop(self._end_run(dispatch)))
+        return Run(dispatch, found, flow, self._loop, lambda: self._on_loop(self._end_run(dispatch, None)))
 
     def engine(self) -> EngineInfo:
         """What the workers drive; waits until one is up.
@@ -272,13 +282,17 @@ class RolloutPool:
         before, self._updating = (self._crew.weights, self.weight_version), True
         self._crew.weights, self.weight_version = (directory, version), version
         try:
-            answers = await asyncio.gather(*(_updated(member, directory, version) for member in members))
+            answers = await asyncio.gather(
+                *(_updated(member, directory, version, self._start_timeout_s) for member in members)
+            )
             failed = {member: error for member, error in zip(members, answers, strict=True) if error is not None}
             if failed and len(failed) == len(members):
                 self._crew.weights, self.weight_version = before
-            else:
-                for member, error in failed.items():
+            for member, error in failed.items():
+                if len(failed) < len(members) or isinstance(error, EngineLost):
                     self._crew.fault(member, error, self._loop.time(), restart=True)
+            if len(failed) < len(members) or not members:
+                self._fingerprint = await asyncio.to_thread(model_fingerprint, directory)
         finally:
             self._updating = False
             self._pump()
@@ -295,6 +309,8 @@ class RolloutPool:
     def _recorder(self, info: EngineInfo, sample_id: str) -> Recorder:
         """For comparing; where the engines tell their versions themselves, any version of theirs is alike."""
         version = self.weight_version
+        if self._fingerprint is not None:
+            info = replace(info, model_fingerprint=self._fingerprint)
         if any(member.started and member.started.self_versioned for member in list(self._crew.members.values())):
             sample = self.store.open(sample_id)
             version = int(sample.weight_version[sample.loss_mask].max(initial=UNKNOWN_VERSION))
@@ -326,13 +342,13 @@ class RolloutPool:
         if self._dispatch is not None:
             self._dispatch.pump()
 
-    async def _end_run(self, dispatch: Dispatch) -> None:
-        dispatch.end(None)
+    async def _end_run(self, dispatch: Dispatch, error: R3Error | None) -> None:
+        dispatch.end(error)
 
     def _end_workers(self) -> None:
         async def end() -> None:
             if self._dispatch is not None:
-                self._dispatch.end(None)
+                self._dispatch.end(_ended("its pool was left"))
             await asyncio.gather(*(self._crew.dismiss(member) for member in list(self._crew.members.values())))
 
         self._on_loop(end())
@@ -346,10 +362,20 @@ class RolloutPool:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
-async def _updated(member: Member, directory: str, version: int) -> R3Error | None:
+def _ended(why: str) -> R3Error:
+    return EngineError(
+        f"this run was ended before all of its samples were made: {why}",
+        expected="one run of a pool at a time, and within the pool's block",
+        remedy="samples that were committed are whole; the same call asks for the rest",
+    )
+
+
+async def _updated(member: Member, directory: str, version: int, timeout_s: float) -> R3Error | None:
     """None if a worker has the new weights, else why not."""
     try:
-        await member.handle.update_weights.remote(directory, version)
+        await asyncio.wait_for(member.handle.update_weights.remote(directory, version), timeout_s)
+    except asyncio.TimeoutError:
+        return EngineLost("no answer", where=member.name, expected=f"within start_timeout_s, {timeout_s:g} s")
     except RayTaskError as failed:
         cause: Any = failed.cause
         return (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -12,9 +14,14 @@ from r3.rollout.ray.dispatch import Dispatch
 from r3.rollout.ray.flow import Flow
 from r3.rollout.ray.results import Committed
 
+_POLL_S = 0.01  # of an asynchronous consumer, while nothing is there
+
 
 class Run:
     """Committed samples as they come; of one consumer. Asking for the next one says that the last one is consumed.
+
+    It ends when every sample was yielded or is in `failures`, or after `close`; a run that was ended by anything else (another
+    run of the pool, the end of the pool, the loss of all workers) raises.
 
     Attributes:
         failures: Samples that were given up until now, with all causes.
@@ -39,7 +46,9 @@ class Run:
         return self
 
     def __next__(self) -> Committed:
-        sample = self._next()
+        sample = self._present_one()
+        if sample is None and not self._ended:
+            sample = self._taken(self._dispatch.results.get())
         if sample is None:
             raise StopIteration
         return sample
@@ -48,20 +57,25 @@ class Run:
         return self
 
     async def __anext__(self) -> Committed:
-        sample = await asyncio.to_thread(self._next)
+        """May be cancelled, as by asyncio.wait_for: a thread that waited in its place would take a sample that nobody gets."""
+        sample = self._present_one()
+        while sample is None and not self._ended:
+            try:
+                sample = self._taken(self._dispatch.results.get_nowait())
+            except queue.Empty:
+                await asyncio.sleep(_POLL_S)
         if sample is None:
             raise StopAsyncIteration
         return sample
 
-    def _next(self) -> Committed | None:
+    def _present_one(self) -> Committed | None:
+        """The next that was there already, until there is none."""
         self._release()
-        if self._ended:
-            if isinstance(self._ended, BaseException):
-                raise self._ended
-            return None
-        if (found := next(self._present, None)) is not None:
-            return found
-        answer = self._dispatch.results.get()
+        if isinstance(self._ended, BaseException):
+            raise self._ended
+        return None if self._ended else next(self._present, None)
+
+    def _taken(self, answer: Committed | BaseException | None) -> Committed | None:
         if isinstance(answer, Committed):
             self._held = answer.bytes
             return answer
@@ -73,7 +87,8 @@ class Run:
     def _release(self) -> None:
         if self._held is not None:
             size, self._held = self._held, None
-            self._loop.call_soon_threadsafe(self._freed, size)
+            with contextlib.suppress(RuntimeError):  # the pool was left, and its loop is closed
+                self._loop.call_soon_threadsafe(self._freed, size)
 
     def _freed(self, size: int) -> None:
         self._flow.give(size)
@@ -104,7 +119,8 @@ class Run:
 
     def close(self) -> None:
         """End the run before its end: what is in flight is cancelled; a later run asks for what is missing."""
-        self._close()
+        if not self._loop.is_closed():
+            self._close()
 
     def __enter__(self) -> Run:
         return self

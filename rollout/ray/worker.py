@@ -29,15 +29,18 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 
 from r3.errors import ConfigError, EngineError, R3Error
+from r3.fingerprint import model_fingerprint
 from r3.rollout.collector import sample_seed
+from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt
-from r3.rollout.protocol import Completion, Sampling
+from r3.rollout.protocol import Sampling
 from r3.rollout.ray.engines import Engine
 from r3.rollout.ray.guard import guard_children
 from r3.rollout.ray.results import Committed, EngineLost, Outcome, StaleWeights, Started, WeightsChanged
@@ -88,6 +91,7 @@ class RolloutWorker:
         self._stack = AsyncExitStack()
         self._starting, self._gate = asyncio.Lock(), _Gate()
         self._sampler: Any = None
+        self._info: EngineInfo | None = None  # as the engine was opened, whatever weights it took since
         self._recorder: Recorder | None = None
         self._metrics: WorkerMetrics = worker_metrics(name)
         self._broken: R3Error | None = None
@@ -108,16 +112,13 @@ class RolloutWorker:
                     await self._in_thread(probe.require_seen, self._node)
                 store = await self._in_thread(ShardStore, self._store_at)
                 guard_children()
-                self._sampler, info = await self._engine.open(self._sampling, self._stack)
-                self._recorder = Recorder(
-                    store, info, self._sampling, weight_version=self._weight_version, fsync=self._fsync
-                )
+                self._sampler, self._info = await self._engine.open(self._sampling, self._stack)
+                self._recorder = Recorder(store, self._info, self._sampling, fsync=self._fsync)
             self._metrics.version.set(self._weight_version)
         if weights is not None and weights[1] != self._weight_version:
             await self.update_weights(*weights)
-        return Started(
-            self._name, self._node, os.getpid(), self._recorder.engine, self._weight_version, self._self_versioned
-        )
+        assert self._info is not None
+        return Started(self._name, self._node, os.getpid(), self._info, self._weight_version, self._self_versioned)
 
     async def sample(self, prompt: Prompt, sample_id: str, weight_version: int | None = None) -> Outcome:
         """Sample one response and commit it. The shard's seed follows from its id, whoever samples it.
@@ -167,6 +168,9 @@ class RolloutWorker:
                 raise ConfigError(
                     "no such directory on this node", where=f"{self._name} on {self._node}", got=directory
                 )
+            assert self._info is not None
+            assert self._recorder is not None
+            info = replace(self._info, model_fingerprint=await self._in_thread(model_fingerprint, directory))
             try:
                 await load(directory)
             except ConfigError:
@@ -175,6 +179,7 @@ class RolloutWorker:
                 self._broken = error if isinstance(error, R3Error) else EngineError(f"{type(error).__name__}: {error}")
                 raise
             self._weight_version = version
+            self._recorder = Recorder(self._recorder.store, info, self._sampling, fsync=self._fsync)
             self._metrics.version.set(version)
             return version
 
@@ -186,8 +191,9 @@ class RolloutWorker:
 
     async def _sample(self, prompt: Prompt, sample_id: str, wanted: int | None) -> Committed:
         self._require_usable()
-        assert self._recorder is not None
-        store = self._recorder.store
+        recorder = self._recorder  # of the weights that there are now
+        assert recorder is not None
+        store = recorder.store
         if await self._in_thread(store.__contains__, sample_id):
             return Committed(sample_id, prompt.prompt_id, store.key_of(sample_id))
         version = await self._version()
@@ -206,7 +212,9 @@ class RolloutWorker:
                 got=after,
                 remedy="it is asked again; update the servers when no request is in flight",
             )
-        size = await self._in_thread(self._keep, prompt, sample_id, completion, version)  # 0: another worker was faster
+        size = await self._in_thread(  # 0: another worker was faster
+            lambda: recorder.keep(prompt, sample_id, completion, weight_version=version)
+        )
         written = time.monotonic()
         sample = Committed(
             sample_id,
@@ -224,10 +232,6 @@ class RolloutWorker:
         )
         self._count(sample)
         return sample if size else Committed(sample_id, prompt.prompt_id, sample.key)
-
-    def _keep(self, prompt: Prompt, sample_id: str, completion: Completion, version: int) -> int:
-        assert self._recorder is not None
-        return self._recorder.keep(prompt, sample_id, completion, weight_version=version)
 
     async def _version(self) -> int:
         return int(await self._sampler.weight_version()) if self._self_versioned else self._weight_version
