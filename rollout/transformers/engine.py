@@ -29,15 +29,15 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from r3.errors import ConfigError, EngineError, PromptError, first_line
 from r3.fingerprint import model_fingerprint
-from r3.rollout.cb.loading import load, refuse
-from r3.rollout.cb.loop import Loop
-from r3.rollout.cb.params import Params
-from r3.rollout.cb.requests import Output, RoutedState, Rows, Run
-from r3.rollout.cb.surface import require_known
-from r3.rollout.cb.text import Text
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Completion, Sampling
+from r3.rollout.transformers.loading import load, refuse
+from r3.rollout.transformers.loop import Loop
+from r3.rollout.transformers.params import Params
+from r3.rollout.transformers.requests import Output, RoutedState, Rows, Run
+from r3.rollout.transformers.surface import require_known
+from r3.rollout.transformers.text import Text
 from r3.sample import UNKNOWN_VERSION
 from r3.spec import RoutingSpec
 

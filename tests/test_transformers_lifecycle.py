@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from r3 import ShardStore
 from r3.errors import ConfigError, EngineError, PromptError
-from r3.rollout.cb.engine import TransformersEngine
-from r3.rollout.cb.params import Params
-from r3.rollout.cb.sampling import warped
-from r3.rollout.cb.text import Text
 from r3.rollout.collector import collect_sync
 from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Sampling, parse_completion
+from r3.rollout.transformers.engine import TransformersEngine
+from r3.rollout.transformers.params import Params
+from r3.rollout.transformers.sampling import warped
+from r3.rollout.transformers.text import Text
 from r3.trainers.score import TransformersScorer
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]

@@ -34,7 +34,7 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from r3.errors import EngineError
 from r3.rollout.capture import full_attention_group
-from r3.rollout.cb.sampling import RawLogprobsRunner
+from r3.rollout.transformers.sampling import RawLogprobsRunner
 
 Tags = npt.NDArray[np.int64]
 

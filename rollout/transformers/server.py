@@ -1,6 +1,6 @@
 """server: an OpenAI-compatible endpoint over the transformers engine, for `r3 collect --server URL` and whoever speaks vLLM.
 
-    python -m r3.rollout.cb.server --model DIR --port 8000 --dtype bfloat16
+    python -m r3.rollout.transformers.server --model DIR --port 8000 --dtype bfloat16
 
 Routes: /health, /version, /v1/models, /v1/completions, /v1/chat/completions, /tokenize. `/version` says which engine answers, so
 that samples are never taken for vLLM's. A client that goes away cancels its request. Contract: a response is whole, or an error
@@ -23,9 +23,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 
 from r3.errors import ConfigError, PromptError, R3Error
-from r3.rollout.cb.api import ChatRequest, CompletionRequest, Request, TokenizeRequest, error, response
-from r3.rollout.cb.engine import ENGINE, TransformersEngine
-from r3.rollout.cb.requests import Output
+from r3.rollout.transformers.api import ChatRequest, CompletionRequest, Request, TokenizeRequest, error, response
+from r3.rollout.transformers.engine import ENGINE, TransformersEngine
+from r3.rollout.transformers.requests import Output
 
 T = TypeVar("T")
 
@@ -132,7 +132,9 @@ def _json(body: Any, status: int = 200) -> Response:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    out = argparse.ArgumentParser(prog="python -m r3.rollout.cb.server", description=__doc__.partition("\n")[0])
+    out = argparse.ArgumentParser(
+        prog="python -m r3.rollout.transformers.server", description=__doc__.partition("\n")[0]
+    )
     out.add_argument("--model", required=True, help="model directory or hub id")
     out.add_argument("--host", default="127.0.0.1")
     out.add_argument("--port", type=int, default=8000)

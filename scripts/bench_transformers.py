@@ -1,6 +1,6 @@
 """What capture costs the transformers engine: the same requests with and without, in turn, in one process.
 
-    python scripts/bench_cb.py --model DIR
+    python scripts/bench_transformers.py --model DIR
 
 One model: two copies of the same weights differ by 5 % in speed, by where they lie in memory, whatever they run. The engine is
 started on it anew for each measurement, with capture or without, in rounds of on, off, off, on (so that a machine that drifts
@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from r3.rollout.cb.engine import TransformersEngine
-from r3.rollout.cb.loading import load
-from r3.rollout.cb.params import Params
-from r3.rollout.cb.requests import Output
+from r3.rollout.transformers.engine import TransformersEngine
+from r3.rollout.transformers.loading import load
+from r3.rollout.transformers.params import Params
+from r3.rollout.transformers.requests import Output
 
 
 def measure(engine: TransformersEngine, prompts: list[list[int]], params: Params) -> tuple[float, float, list[Output]]:

@@ -1,4 +1,4 @@
-"""rollout/cb without an engine: what is refused, how rows join, how tokens are drawn, what the endpoint's bodies hold."""
+"""rollout/transformers without an engine: refusals, how rows join, how tokens are drawn, the endpoint's bodies."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from transformers.generation.continuous_batching.cache_manager import BlockManag
 
 from r3 import wire
 from r3.errors import ConfigError, EngineError, PromptError
-from r3.rollout.cb import surface
-from r3.rollout.cb.api import ChatRequest, CompletionRequest, TokenizeRequest, error, response
-from r3.rollout.cb.engine import TransformersEngine
-from r3.rollout.cb.params import Params
-from r3.rollout.cb.requests import Output, RoutedState, Run
-from r3.rollout.cb.sampling import draw, warped
-from r3.rollout.cb.text import Text
 from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Sampling
+from r3.rollout.transformers import surface
+from r3.rollout.transformers.api import ChatRequest, CompletionRequest, TokenizeRequest, error, response
+from r3.rollout.transformers.engine import TransformersEngine
+from r3.rollout.transformers.params import Params
+from r3.rollout.transformers.requests import Output, RoutedState, Run
+from r3.rollout.transformers.sampling import draw, warped
+from r3.rollout.transformers.text import Text
 from r3.testing import random_rows
 
 EOS = frozenset({7})

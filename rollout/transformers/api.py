@@ -15,11 +15,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from r3.errors import ConfigError, PromptError
-from r3.rollout.cb.params import Params, refuse_unusable
-from r3.rollout.cb.requests import Output, Rows
-from r3.rollout.cb.text import Text
 from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Sampling
+from r3.rollout.transformers.params import Params, refuse_unusable
+from r3.rollout.transformers.requests import Output, Rows
+from r3.rollout.transformers.text import Text
 from r3.wire import encode_vllm
 
 _IGNORED = {"user", "metadata", "service_tier", "store", "priority", "request_id", "top_logprobs"}  # change no token

@@ -12,8 +12,8 @@ import torch
 
 from r3.errors import EngineError
 from r3.rollout.capture import PendingRoutes, RoutePool, RoutingCapturer, bind
-from r3.rollout.cb.hooks import Tags
-from r3.rollout.cb.requests import Rows, Run
+from r3.rollout.transformers.hooks import Tags
+from r3.rollout.transformers.requests import Rows, Run
 from r3.spec import RoutingSpec
 
 

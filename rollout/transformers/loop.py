@@ -22,10 +22,10 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
 
 from r3.errors import EngineError, R3Error, first_line
-from r3.rollout.cb.hooks import RoutedManager, Tags
-from r3.rollout.cb.keeping import RowKeeper
-from r3.rollout.cb.loading import Borrowed, longest
-from r3.rollout.cb.requests import Output, Run
+from r3.rollout.transformers.hooks import RoutedManager, Tags
+from r3.rollout.transformers.keeping import RowKeeper
+from r3.rollout.transformers.loading import Borrowed, longest
+from r3.rollout.transformers.requests import Output, Run
 from r3.spec import RoutingSpec
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""cb: transformers' continuous batching as a rollout engine that returns routes.
+"""transformers' continuous batching as a rollout engine that returns routes.
 
     with TransformersEngine("path/to/model", dtype="bfloat16") as engine:
         collect_sync(prompts, store, engine.info, sampling=engine.sampling, sampler=engine)

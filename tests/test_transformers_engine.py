@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import cb_oracle
 import numpy as np
 import pytest
 import qwen
 import torch
 import transformers
+import transformers_oracle
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 
 from r3 import ShardStore
 from r3.errors import CaptureError, EngineError, PromptError
-from r3.rollout.cb.engine import TransformersEngine
-from r3.rollout.cb.params import Params
-from r3.rollout.cb.requests import Output, Run
 from r3.rollout.collector import collect_sync
 from r3.rollout.prompts import Prompt, read_prompts
 from r3.rollout.protocol import Sampling
+from r3.rollout.transformers.engine import TransformersEngine
+from r3.rollout.transformers.params import Params
+from r3.rollout.transformers.requests import Output, Run
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
@@ -201,14 +201,16 @@ def test_without_sharing_every_token_goes_through_the_model() -> None:
 
 def test_a_thousand_requests_and_every_row_is_its_own_tokens(record_property: Callable[[str, object], None]) -> None:
     rng = np.random.default_rng(0)
-    heads = [rng.integers(0, cb_oracle.VOCABULARY, 24).tolist() for _ in range(40)]
+    heads = [rng.integers(0, transformers_oracle.VOCABULARY, 24).tolist() for _ in range(40)]
     requests = []
     for i in range(1000):
-        tail = rng.integers(0, cb_oracle.VOCABULARY, int(rng.integers(1, 60))).tolist()
+        tail = rng.integers(0, transformers_oracle.VOCABULARY, int(rng.integers(1, 60))).tolist()
         head = heads[i // 25] if i % 2 else []
         limit = int(rng.integers(1, 9)) if i % 6 else 64
         requests.append(([*head, *tail], Params(max_tokens=limit), None))
-    with TransformersEngine(cb_oracle.build(), num_blocks=34, block_size=8, max_batch_tokens=80, seed=1) as engine:
+    with TransformersEngine(
+        transformers_oracle.build(), num_blocks=34, block_size=8, max_batch_tokens=80, seed=1
+    ) as engine:
         assert engine.max_model_len >= 24 + 60 + 64
         outputs = together(engine, requests)
         counters = engine.counters
@@ -228,18 +230,18 @@ def test_a_thousand_requests_and_every_row_is_its_own_tokens(record_property: Ca
         assert output.prompt_token_ids == prompt
         assert len(output.token_ids) == params.max_tokens
         tokens = np.array(prompt + output.token_ids)[:-1]
-        assert np.array_equal(output.rows, cb_oracle.rows_of(tokens, np.arange(len(tokens))))
+        assert np.array_equal(output.rows, transformers_oracle.rows_of(tokens, np.arange(len(tokens))))
 
 
 def test_rows_of_a_model_of_sliding_windows_are_its_own_too() -> None:
     """No layer keeps its slots, so blocks are not shared and rows are followed by request and position alone."""
-    model = cb_oracle.build(use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    model = transformers_oracle.build(use_sliding_window=True, sliding_window=16, max_window_layers=0)
     requests = [(p, Params(max_tokens=30), None) for p in random_prompts(3, 60, 25, 40, vocabulary=4096)]
     with TransformersEngine(model, num_blocks=40, block_size=8, max_batch_tokens=32, seed=1) as engine:
         assert not engine.prefix_sharing
         for output in together(engine, requests):
             tokens = np.array(output.prompt_token_ids + output.token_ids)[:-1]
-            assert np.array_equal(output.rows, cb_oracle.rows_of(tokens, np.arange(len(tokens))))
+            assert np.array_equal(output.rows, transformers_oracle.rows_of(tokens, np.arange(len(tokens))))
 
 
 # Weights
@@ -302,7 +304,9 @@ def test_a_cancelled_wait_frees_its_blocks(small: TransformersEngine) -> None:
 
 
 def test_waiting_requests_go_on_when_all_that_run_are_cancelled_after_an_eviction() -> None:
-    with TransformersEngine(cb_oracle.build(), num_blocks=24, block_size=8, max_batch_tokens=64, seed=0) as engine:
+    with TransformersEngine(
+        transformers_oracle.build(), num_blocks=24, block_size=8, max_batch_tokens=64, seed=0
+    ) as engine:
         prompts = random_prompts(*[40] * 6, vocabulary=4096)
         runs: list[Run] = [engine.submit(prompt, Params(max_tokens=100)) for prompt in prompts]
         wait_for(lambda: engine.evictions > 0)

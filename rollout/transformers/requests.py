@@ -24,7 +24,7 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
 from r3.errors import EngineError
-from r3.rollout.cb.params import Params
+from r3.rollout.transformers.params import Params
 
 Rows = npt.NDArray[Any]
 

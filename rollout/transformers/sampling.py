@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from r3.rollout.cb.params import Params
-from r3.rollout.cb.requests import Run
+from r3.rollout.transformers.params import Params
+from r3.rollout.transformers.requests import Run
 
 
 class RawLogprobsRunner(ModelRunner):  # type: ignore[misc]

@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 from r3 import ShardStore, cli, wire
 from r3.errors import EngineError, PromptError
 from r3.rollout import server as server_module
-from r3.rollout.cb.engine import TransformersEngine
 from r3.rollout.client import VllmClient
 from r3.rollout.collector import collect_sync
 from r3.rollout.preflight import EngineInfo, check_version, preflight
 from r3.rollout.prompts import Prompt, read_prompts
 from r3.rollout.protocol import Sampling
 from r3.rollout.server import TransformersServer
+from r3.rollout.transformers.engine import TransformersEngine
 
 BLOCKS = 64
 
@@ -57,7 +57,18 @@ def test_the_command_line() -> None:
         "m", dtype="bfloat16", served_model_name="tiny", seed=3, port=8000, routed_experts=False
     )
     assert server.command()[1:] == [
-        *("-m", "r3.rollout.cb.server", "--model", "m", "--host", "127.0.0.1", "--port", "8000", "--dtype", "bfloat16"),
+        *(
+            "-m",
+            "r3.rollout.transformers.server",
+            "--model",
+            "m",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "8000",
+            "--dtype",
+            "bfloat16",
+        ),
         *("--seed", "3", "--no-routes", "--served-model-name", "tiny"),
     ]
 
