@@ -27,7 +27,7 @@ from r3.rollout.client import Retry, VllmClient
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt, require_distinct
 from r3.rollout.protocol import Completion, Sampler, Sampling
-from r3.rollout.recording import Recorder
+from r3.rollout.recording import Recorder, require_usable_id
 from r3.sample import UNKNOWN_VERSION
 from r3.store import ShardStore
 
@@ -155,17 +155,8 @@ class _Collection:
         there = set(self.store.sample_ids())
         present: list[_Task] = []
         for prompt in prompts:
+            require_usable_id(self.store, prompt, n)
             tasks = [_Task(prompt, f"{prompt.prompt_id}.{k}") for k in range(n)]
-            try:
-                self.store.key_of(tasks[-1].sample_id)
-            except StoreError as error:
-                raise PromptError(
-                    "the id is too long for a file name",
-                    where=prompt.where,
-                    expected=error.expected,
-                    got=error.got,
-                    remedy="give the prompt a shorter id, or none",
-                ) from None
             self.tasks += [task for task in tasks if task.sample_id not in there]
             present += [task for task in tasks if task.sample_id in there]
         self.asked, self.present = len(prompts) * n, len(present)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import orjson
 
 from r3 import wire
-from r3.errors import PresentError, StoreError
+from r3.errors import PresentError, PromptError, StoreError
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt
 from r3.rollout.protocol import Completion, Sampling
@@ -151,3 +151,17 @@ class Recorder:
                     got="nothing" if got is None else got,
                     remedy="collect into another directory, or ask for the same to resume",
                 )
+
+
+def require_usable_id(store: ShardStore, prompt: Prompt, n: int) -> None:
+    """Raise PromptError if the store cannot name n samples of this prompt."""
+    try:
+        store.key_of(f"{prompt.prompt_id}.{n - 1}")
+    except StoreError as error:
+        raise PromptError(
+            "the id is too long for a file name",
+            where=prompt.where,
+            expected=error.expected,
+            got=error.got,
+            remedy="give the prompt a shorter id, or none",
+        ) from None

@@ -40,7 +40,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from r3.errors import ConfigError, EngineError, PromptError, R3Error, StoreError
+from r3.errors import ConfigError, EngineError, R3Error
 from r3.fingerprint import model_fingerprint
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt, require_distinct
@@ -54,7 +54,7 @@ from r3.rollout.ray.run import Run
 from r3.rollout.ray.sharing import probe_in
 from r3.rollout.ray.telemetry import pool_metrics
 from r3.rollout.ray.worker import RolloutWorker
-from r3.rollout.recording import Recorder
+from r3.rollout.recording import Recorder, require_usable_id
 from r3.sample import UNKNOWN_VERSION
 from r3.shard import files
 from r3.store import ShardStore
@@ -174,7 +174,7 @@ class RolloutPool:
         there = set(self.store.sample_ids())
         tasks, present = [], []
         for prompt in prompts:
-            self._require_usable_id(prompt, n)
+            require_usable_id(self.store, prompt, n)
             size = bound_of(prompt, self.sampling, info)
             for k in range(n):
                 sample_id = f"{prompt.prompt_id}.{k}"
@@ -315,18 +315,6 @@ class RolloutPool:
             sample = self.store.open(sample_id)
             version = int(sample.weight_version[sample.loss_mask].max(initial=UNKNOWN_VERSION))
         return Recorder(self.store, info, self.sampling, weight_version=version)
-
-    def _require_usable_id(self, prompt: Prompt, n: int) -> None:
-        try:
-            self.store.key_of(f"{prompt.prompt_id}.{n - 1}")
-        except StoreError as error:
-            raise PromptError(
-                "the id is too long for a file name",
-                where=prompt.where,
-                expected=error.expected,
-                got=error.got,
-                remedy="give the prompt a shorter id, or none",
-            ) from None
 
     def _actor(self, name: str, engine: Engine, options: Mapping[str, Any]) -> Any:
         make = ray.remote(RolloutWorker).options(**options)
