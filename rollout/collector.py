@@ -27,7 +27,7 @@ from r3.rollout.client import Retry, VllmClient
 from r3.rollout.preflight import EngineInfo
 from r3.rollout.prompts import Prompt, require_distinct
 from r3.rollout.protocol import Completion, Sampler, Sampling
-from r3.rollout.recording import Recorder, require_usable_id
+from r3.rollout.recording import Recorder, require_usable_id, to_compare
 from r3.sample import UNKNOWN_VERSION
 from r3.store import ShardStore
 
@@ -36,7 +36,6 @@ R = TypeVar("R")
 
 _THREADS = 4  # decoding and writing one sample takes about a millisecond each, mostly outside the interpreter's lock
 _THREADS_REMOTE = 32  # and some tens of milliseconds of waiting for an object store
-_COMPARED = 32  # shards that are there already and are compared with what is asked for
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class _Collection:
             self.tasks += [task for task in tasks if task.sample_id not in there]
             present += [task for task in tasks if task.sample_id in there]
         self.asked, self.present = len(prompts) * n, len(present)
-        for task in present[:: max(1, len(present) // _COMPARED)]:
+        for task in to_compare(present):
             self.recorder.require_alike(task.prompt, task.sample_id)
 
     async def run(self, client: Sampler, concurrency: int) -> CollectReport:

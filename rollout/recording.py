@@ -10,6 +10,9 @@ prompt are never added to.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import orjson
 
 from r3 import wire
@@ -21,6 +24,10 @@ from r3.routes import Routes
 from r3.sample import UNKNOWN_VERSION, Provenance, RolloutSample
 from r3.store import ShardStore
 from r3.wire.engines import Context
+
+P = TypeVar("P")
+
+_COMPARED = 32  # shards that are there already and are compared with what is asked for
 
 
 class Recorder:
@@ -151,6 +158,11 @@ class Recorder:
                     got="nothing" if got is None else got,
                     remedy="collect into another directory, or ask for the same to resume",
                 )
+
+
+def to_compare(present: Sequence[P]) -> Sequence[P]:
+    """Of what is in the store already, evenly spread, what `require_alike` looks at: every shard that is opened is read whole."""
+    return present[:: max(1, len(present) // _COMPARED)]
 
 
 def require_usable_id(store: ShardStore, prompt: Prompt, n: int) -> None:

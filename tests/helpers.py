@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
+import pytest
 
 from r3 import Provenance, RolloutSample, Routes, RoutingSpec
 from r3.testing import random_rows
@@ -38,3 +40,14 @@ def random_sample(
         "provenance": Provenance("vllm", "0.30.0", "tiny", "f00d", 0.7, 0.9, 5, "raw_logprobs", "length", {"k": "v"}),
     }
     return RolloutSample.from_rollout(**{**values, **overrides})
+
+
+def r3(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
+    """Exit status and output of the command line, in this process."""
+    from r3 import cli  # not at the top: ranks and workers import these helpers too
+
+    monkeypatch.setattr(sys, "argv", ["r3", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(end.value.code or 0), " ".join((captured.out + captured.err).split())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
-from helpers import SPEC, random_sample
+from helpers import SPEC, r3, random_sample
 
-from r3 import RoutingSpec, ShardStore, cli, export
+from r3 import RoutingSpec, ShardStore, export
 from r3.errors import ConfigError, SpecError, StoreError
 
 RNG = np.random.default_rng(4)
@@ -79,15 +78,6 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run, tmp_path) ->
     with pytest.raises(SpecError, match=r"sample 'other'"):
         export.export(run.root, tmp_path / "out.parquet")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "run"]
-
-
-def r3(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
-    """Exit status and output of the command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["r3", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(end.value.code or 0), " ".join((captured.out + captured.err).split())
 
 
 def test_the_command_verify(run, monkeypatch, capsys) -> None:

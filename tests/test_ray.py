@@ -373,18 +373,23 @@ def test_a_bucket(notes: Path, server: Server, bucket: str) -> None:  # noqa: F8
     assert len(ShardStore(f"{bucket}/run")) == 14
 
 
+def require_nothing_left(store: Path) -> None:
+    """No worker lives, and the store holds whole shards alone."""
+    deadline = time.monotonic() + 10
+    while workers_alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert workers_alive() == []
+    assert inspection.verify(store).bad == {}
+    assert not [path for path in store.iterdir() if path.name.startswith(files.TEMPORARY)]
+
+
 def test_leaving_ends_everything_and_leaves_nothing_half(tmp_path: Path, notes: Path) -> None:
     with pool_of(stand_in(notes, delay_s=0.1), tmp_path / "store") as pool:
         run = pool.run(prompts_of(100))
         for _ in range(10):
             next(run)
         assert len(workers_alive()) >= 2
-    deadline = time.monotonic() + 10
-    while workers_alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert workers_alive() == []
-    assert inspection.verify(tmp_path / "store").bad == {}
-    assert not [path for path in (tmp_path / "store").iterdir() if path.name.startswith(files.TEMPORARY)]
+    require_nothing_left(tmp_path / "store")
     assert sum(event == "closed" for event, _, _ in journal(notes)) == 2  # engines were closed, not only killed
     with pool_of(stand_in(notes), tmp_path / "store") as pool:
         run = pool.run(prompts_of(100))
@@ -484,12 +489,7 @@ def test_ctrl_c(cluster: Any, tmp_path: Path, notes: Path) -> None:
         assert process.stdout.readline() == "running\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) != 0
-    deadline = time.monotonic() + 10
-    while workers_alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert workers_alive() == []
-    assert inspection.verify(tmp_path / "store").bad == {}
-    assert not [path for path in (tmp_path / "store").iterdir() if path.name.startswith(files.TEMPORARY)]
+    require_nothing_left(tmp_path / "store")
 
 
 def test_servers(tmp_path: Path) -> None:

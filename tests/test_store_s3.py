@@ -8,7 +8,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +18,10 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from helpers import random_sample
+from helpers import r3, random_sample
 from s3 import Server, bucket, server, server_process  # noqa: F401
 
-from r3 import Routes, RoutingSpec, ShardStore, cli, inspection, shard
+from r3 import Routes, RoutingSpec, ShardStore, inspection, shard
 from r3.errors import ConfigError, PresentError, R3Warning, ShardError, StoreError
 from r3.sample import RolloutSample
 from r3.shard import container, objects
@@ -471,15 +470,6 @@ def test_threads_and_event_loops(run: ShardStore) -> None:
 
 
 # --- the command line
-
-
-def r3(monkeypatch, capsys, *arguments: object) -> tuple[int, str]:
-    """Exit status and output of the command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["r3", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(end.value.code or 0), " ".join((captured.out + captured.err).split())
 
 
 def test_the_command_line_takes_urls(run: ShardStore, monkeypatch, capsys, tmp_path: Path) -> None:

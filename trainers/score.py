@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from r3.checkpoint import require_whole
 from r3.diagnose.scoring import Scored, Scorer, require_dtype
 from r3.errors import ConfigError
 from r3.fingerprint import model_fingerprint
@@ -90,15 +91,7 @@ class TransformersScorer:
             )
         except (OSError, ValueError) as error:
             raise ConfigError(f"transformers cannot load this model ({error})", where=self.path) from None
-        # transformers draws weights that the checkpoint lacks at random and goes on: that gap would be measured.
-        drawn = sorted(map(str, [*keys["missing_keys"], *keys["mismatched_keys"]]))
-        if drawn:
-            raise ConfigError(
-                f"the checkpoint has not all weights of this model: {len(drawn)} are absent or of another shape",
-                where=self.path,
-                got=", ".join(drawn[:3]) + (", ..." if len(drawn) > 3 else ""),
-                remedy="complete the checkpoint, or mend its config.json",
-            )
+        require_whole(keys, self.path, ConfigError)
         self.model: Any = model.to(self.device).eval()
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         self.replay = attach(self.model, self.spec, min_agreement=0)  # the report tells the agreement

@@ -54,14 +54,12 @@ from r3.rollout.ray.run import Run
 from r3.rollout.ray.sharing import probe_in
 from r3.rollout.ray.telemetry import pool_metrics
 from r3.rollout.ray.worker import RolloutWorker
-from r3.rollout.recording import Recorder, require_usable_id
+from r3.rollout.recording import Recorder, require_usable_id, to_compare
 from r3.sample import UNKNOWN_VERSION
 from r3.shard import files
 from r3.store import ShardStore
 
 T = TypeVar("T")
-
-_COMPARED = 32  # shards that are there already and are compared with what is asked for
 
 
 class RolloutPool:
@@ -182,7 +180,7 @@ class RolloutPool:
                     present.append((prompt, sample_id))
                 else:
                     tasks.append(Task(prompt, sample_id, size))
-        for prompt, sample_id in present[:: max(1, len(present) // _COMPARED)]:
+        for prompt, sample_id in to_compare(present):
             self._recorder(info, sample_id).require_alike(prompt, sample_id)
         flow = Flow(self._budget)
         slots = sum(member.slots for member in list(self._crew.members.values()))

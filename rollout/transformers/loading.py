@@ -14,6 +14,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+from r3.checkpoint import require_whole
 from r3.errors import ConfigError, EngineError, first_line
 
 
@@ -40,15 +41,7 @@ def load(
             where=name,
             remedy="give a directory with config.json and weights, or a model id of the hub",
         ) from None
-    # transformers draws weights that the checkpoint lacks at random and goes on: another model in each process.
-    drawn = sorted(map(str, [*keys["missing_keys"], *keys["mismatched_keys"]]))
-    if drawn:
-        raise EngineError(
-            f"the checkpoint has not all weights of this model: {len(drawn)} are absent or of another shape",
-            where=name,
-            got=", ".join(drawn[:3]) + (", ..." if len(drawn) > 3 else ""),
-            remedy="complete the checkpoint, or mend its config.json",
-        )
+    require_whole(keys, name, EngineError)
     try:
         return loaded.eval() if device is None else loaded.to(device).eval(), name
     except (AssertionError, RuntimeError) as error:  # torch without CUDA asserts, a device that is not there raises
